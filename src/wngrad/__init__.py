@@ -1,0 +1,44 @@
+"""Gradient descent that learns its own learning rate (WNGrad; Wu, Ward and Bottou, 2018).
+
+>>> from wngrad import WNGrad
+>>> model = torch.nn.Linear(3, 2)
+>>> opt = WNGrad(model.parameters())  # Algorithms 2 and 3, one rate per neuron
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wngrad.optim import NeuronGroups as NeuronGroups
+    from wngrad.optim import RateSummary as RateSummary
+    from wngrad.optim import WNAdam as WNAdam
+    from wngrad.optim import WNGrad as WNGrad
+    from wngrad.optim import lipschitz_b_init as lipschitz_b_init
+    from wngrad.optim import neuron_groups as neuron_groups
+
+__version__ = "0.1.0"
+
+# Where each public name lives. A name is imported when it is first asked for, so that nobody
+# loads a framework they do not use.
+_HOMES = {
+    "WNGrad": "wngrad.optim",
+    "WNAdam": "wngrad.optim",
+    "RateSummary": "wngrad.optim",
+    "NeuronGroups": "wngrad.optim",
+    "neuron_groups": "wngrad.optim",
+    "lipschitz_b_init": "wngrad.optim",
+}
+
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'wngrad' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,9 @@
+"""PyTorch optimizers: WNGrad and WNAdam, and what helps to set them up."""
+
+from wngrad.optim.groups import NeuronGroups, neuron_groups
+from wngrad.optim.report import RateSummary
+from wngrad.optim.start import lipschitz_b_init
+from wngrad.optim.wnadam import WNAdam
+from wngrad.optim.wngrad import WNGrad
+
+__all__ = ["NeuronGroups", "RateSummary", "WNAdam", "WNGrad", "lipschitz_b_init", "neuron_groups"]

@@ -1,0 +1,110 @@
+"""Granularity: which entries of a parameter share one b.
+
+A granularity is nothing but a shape for b. It has as many dimensions as the parameter, and each of
+its entries divides the parameter's: `(out, 1)` is one b per row of a matrix, `(1, 1)` one for all
+of it, `(heads, 1)` one for every attention head's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, cast, get_args
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+PerName = Literal["neuron", "tensor", "model", "slice"]
+Per = PerName | Sequence[Sequence[int]] | Callable[[Tensor], Sequence[int]]
+
+# Large tensors are worked through in slices of this many elements, so that temporaries stay in the
+# cache and never grow with the parameters. Measured on two CPU cores with 38 M parameters: 2^20
+# was the fastest of 2^15 … 2^20, 1.4 times faster than whole tensors.
+SLICE = 2**20
+
+
+def named_shape(shape: Shape, per: PerName) -> Shape:
+    """The shape of b for a parameter of this shape."""
+    n = len(shape)
+    if per in ("tensor", "model"):
+        return (1,) * n
+    kept = 2 if per == "slice" and n > 2 else 1  # (out, in) of a convolution, else (out,).
+    return shape[:kept] + (1,) * (n - kept)
+
+
+def resolve(owner: str, per: Per, params: Sequence[Tensor]) -> PerName | list[Shape]:
+    """What `per` means for these parameters, as plain data: a name, or a shape for each of them."""
+    if isinstance(per, str):
+        if per not in get_args(PerName):
+            names = ", ".join(map(repr, get_args(PerName)))
+            raise ValueError(f"{owner}: `per` must be one of {names} or a callable, got {per!r}.")
+        return per
+    if callable(per):
+        shapes = [per(p) for p in params]
+    elif isinstance(per, Sequence) and len(per) == len(params):
+        shapes = list(cast(Sequence[Sequence[int]], per))
+    else:
+        raise TypeError(
+            f"{owner}: `per` must be a name, a callable, or one shape for each of the "
+            f"{len(params)} parameters, got {per!r}."
+        )
+    return [_checked(owner, shape, p) for shape, p in zip(shapes, params, strict=True)]
+
+
+def _checked(owner: str, shape: object, p: Tensor) -> Shape:
+    if not isinstance(shape, Sequence) or not all(type(n) is int for n in shape):
+        raise TypeError(
+            f"{owner}: `per` must give the shape of b as a tuple of ints, got {shape!r} "
+            f"for a parameter of shape {tuple(p.shape)}."
+        )
+    fits = len(shape) == p.dim() and all(
+        n == d or (n > 0 and d % n == 0) for n, d in zip(shape, p.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"{owner}: `per` must give a shape whose entries divide the parameter's, got "
+            f"{tuple(shape)!r} for a parameter of shape {tuple(p.shape)}."
+        )
+    return tuple(shape)
+
+
+def split(t: Tensor, blocks: Shape) -> tuple[Tensor, Shape]:
+    """`t` as a view against which b, seen with the returned shape, broadcasts."""
+    shape: list[int] = []
+    b_shape: list[int] = []
+    for size, count in zip(t.shape, blocks, strict=True):
+        whole = count in (1, size)
+        shape += [size] if whole else [count, size // count]
+        b_shape += [count] if whole else [count, 1]
+    return (t if len(shape) == t.dim() else t.view(shape)), tuple(b_shape)
+
+
+def slices(whole: bool, first: Tensor, *rest: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
+    """The tensors cut alike along dimension 0; what broadcasts there is handed over uncut."""
+    tensors = (first, *rest)
+    if whole or first.dim() == 0 or first.numel() <= SLICE:
+        yield tensors
+        return
+    n = first.shape[0]
+    rows = max(1, SLICE * n // first.numel())
+    for i in range(0, n, rows):
+        yield tuple(
+            t if t is None or t.dim() == 0 or t.shape[0] != n else t[i : i + rows] for t in tensors
+        )
+
+
+def sq_norm(g: Tensor, b_shape: Shape) -> Tensor:
+    """‖g‖² over each block, keeping dimensions, summed in float64.
+
+    No finite float32, bfloat16 or float16 gradient overflows or underflows here, and the result
+    does not depend on the order of summation by more than float32's rounding.
+    """
+    wide = g.to(accumulator(g.device))
+    dims = [i for i, n in enumerate(b_shape) if n == 1]
+    # An empty list of dimensions would make torch sum over all of them.
+    return wide.square().sum(dims, keepdim=True) if dims else wide.square()
+
+
+def accumulator(device: torch.device) -> torch.dtype:
+    """The widest type the device sums in."""
+    return torch.float32 if device.type == "mps" else torch.float64

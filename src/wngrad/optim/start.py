@@ -1,0 +1,110 @@
+"""b₁ from a sampled Lipschitz constant (Remark 2.2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import combinations
+
+import torch
+from torch import Tensor, nn
+
+from wngrad.optim import door
+
+
+def lipschitz_b_init(
+    model: nn.Module,
+    closure: Callable[[], Tensor],
+    *,
+    lr: float = 1.0,
+    points: int = 2,
+    radius: float = 1e-3,
+    seed: int = 0,
+) -> float:
+    """b₁ = λ·max ‖∇f(u_j) − ∇f(u_k)‖/‖u_j − u_k‖ over points near the start (Remark 2.2).
+
+    An estimate of the gradient's Lipschitz constant from below. The model is left bit for bit as it
+    was: parameters, gradients, buffers and the random state.
+
+    Args:
+        model: the model at its start.
+        closure: computes the loss from the model, without `backward`.
+        lr: the λ the optimizer will be given; b₁ is in proportion to it.
+        points: R ≥ 2, the number of points and of gradients.
+        radius: how far the points lie from the start, relative to the parameters' norm (or, if
+            that is smaller, to 1).
+        seed: for the points.
+
+    Returns:
+        A number for `b_init`.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1, bias=False)  # f = 2‖w‖², so L = 4
+        >>> b1 = lipschitz_b_init(model, lambda: 2 * model.weight.square().sum())
+        >>> opt = WNGrad(model.parameters(), b_init=b1)
+        >>> round(b1, 3)
+        4.0
+    """
+    owner = "lipschitz_b_init"
+    lam = door.finite(owner, "lr", lr, above=0)
+    far = door.finite(owner, "radius", radius, above=0)
+    if not isinstance(points, int) or points < 2:
+        raise ValueError(f"{owner}: `points` must be an integer >= 2, got {points!r}.")
+    params = [p for p in model.parameters() if p.requires_grad]
+    generator = torch.Generator().manual_seed(seed)
+    size = max(1.0, _norm(params))
+    pairs = []
+    for _ in range(points):
+        away = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in params]
+        scale = far * size / _norm(away)
+        pairs.append(_gradient_at(model, params, [scale * d for d in away], closure))
+    slopes = [
+        _norm([a - b for a, b in zip(g, h, strict=True)])
+        / _norm([a - b for a, b in zip(u, v, strict=True)])
+        for (u, g), (v, h) in combinations(pairs, 2)
+    ]
+    largest = max(slopes)
+    if not 0 < largest < float("inf"):
+        raise ValueError(
+            f"{owner}: `closure` must have a gradient that changes near the start, got a slope of "
+            f"{largest!r}; give `b_init` as a number."
+        )
+    return lam * largest
+
+
+def _gradient_at(
+    model: nn.Module, params: Sequence[Tensor], away: list[Tensor], closure: Callable[[], Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The point really reached, after rounding to the parameters' type, and the gradient there."""
+    with _untouched(model):
+        with torch.no_grad():
+            for p, d in zip(params, away, strict=True):
+                p.add_(d.to(p.device, p.dtype))
+        with torch.enable_grad():
+            grads = torch.autograd.grad(closure(), params, allow_unused=True)
+        point = [p.detach().double().cpu().clone() for p in params]
+    zeros = (torch.zeros_like(u) for u in point)
+    return point, [
+        z if g is None else g.detach().to_dense().double().cpu()
+        for g, z in zip(grads, zeros, strict=True)
+    ]
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Puts parameters, buffers and random states back, whatever happens inside."""
+    tensors = [*model.parameters(), *model.buffers()]
+    before = [t.detach().clone() for t in tensors]
+    cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
+    with torch.random.fork_rng(devices=cuda):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for t, old in zip(tensors, before, strict=True):
+                    t.copy_(old)
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return math.sqrt(sum(float(t.detach().double().square().sum()) for t in tensors))

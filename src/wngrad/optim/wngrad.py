@@ -1,0 +1,106 @@
+"""WNGrad: Algorithms 2 and 3 of the paper, and its momentum variant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from wngrad import rule
+from wngrad.optim import door
+from wngrad.optim.base import BlockOptimizer, Group
+from wngrad.optim.blocks import Per
+from wngrad.optim.door import BInit, Nonfinite
+from wngrad.optim.pieces import Family
+
+
+class WNGrad(BlockOptimizer):
+    """Gradient descent that learns its learning rate, one for every neuron (Alg. 3).
+
+    b_j ← b_{j-1} + λ²‖g‖²/b_{j-1},  then  x_j ← x_{j-1} − λ g/b_j.
+
+    No block ever moves by more than ½ in one step (½/(1−μ) with momentum), whatever λ.
+
+    Args:
+        params: parameters or groups of them; see `neuron_groups` for groups in which a layer's
+            weight row and its bias share one b.
+        lr: λ, a number or a tensor of one element.
+        momentum: μ of buf ← μ·buf + g/b_j, x ← x − λ·buf.
+        weight_decay: added to the gradient before the norm is taken, as in `torch.optim.SGD`.
+        decoupled_weight_decay: shrink x by 1 − lr·weight_decay instead, as in `torch.optim.AdamW`.
+        b_init: b₁. A number; or "gradient" (or ("gradient", C)) for b₁ = C·λ·‖g₁‖, set by each
+            block's first gradient that is not zero, so that neither λ nor the scale of the loss
+            matters (Remark 2.2); or what `lipschitz_b_init` returns.
+        per: what shares one b: "neuron" (an index of dimension 0), "tensor", "model" (the whole
+            group), "slice" (a convolution's (out, in) kernel), or a callable that takes a parameter
+            and returns the shape of its b, each entry of which divides the parameter's.
+        hold_1d: keep b at b₁ for 1-D parameters, which makes them plain SGD.
+        joint: the parameters of a group share their b, block by block.
+        nonfinite: what to do with a block whose gradient is not finite or too large for b:
+            "propagate" (NaN shows in the parameters), "skip" (leave it as it was, and count it) or
+            "raise" (before anything changes).
+        maximize: go up instead of down.
+        differentiable: let autograd see the step.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> opt = WNGrad(model.parameters(), momentum=0.9)
+        >>> model(torch.ones(1, 3)).square().sum().backward()
+        >>> opt.step()
+        >>> opt.rates()[model.weight].shape  # one rate per neuron
+        torch.Size([2, 1])
+
+    Note:
+        The paper never writes the momentum variant out; this is the rule its authors released.
+        Algorithms 1 and 2 use b before updating it and Algorithm 3 after, which is the same
+        sequence of steps; the introduction's Eq. 5 differs and is not used.
+    """
+
+    _buffer = "momentum_buffer"
+    _counts_blocks = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1.0,
+        *,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
+        b_init: BInit = 1.0,
+        per: Per = "neuron",
+        hold_1d: bool = False,
+        joint: bool = False,
+        nonfinite: Nonfinite = "propagate",
+        maximize: bool = False,
+        differentiable: bool = False,
+    ) -> None:
+        settings: dict[str, Any] = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "b_init": b_init,
+            "per": per,
+            "hold_1d": hold_1d,
+            "joint": joint,
+            "nonfinite": nonfinite,
+            "maximize": maximize,
+            "differentiable": differentiable,
+        }
+        super().__init__(params, settings)
+
+    def _checked(self, group: Group) -> Group:
+        return {"momentum": door.fraction(self._owner, "momentum", group["momentum"])}
+
+    def _buffered(self, group: Group) -> bool:
+        return bool(group["momentum"] > 0)
+
+    def _move(
+        self, x: Tensor, g: Tensor, b: Tensor, buf: Tensor | None, t: Tensor, family: Family
+    ) -> tuple[Tensor, Tensor | None]:
+        if buf is None:
+            return rule.descend(x, g / b, family.lam), None  # x_j ← x_{j-1} − λ g/b_j
+        buf = rule.momentum(buf, g, b, family.group["momentum"])  # buf ← μ·buf + g/b_j
+        return rule.descend(x, buf, family.lam), buf  # x_j ← x_{j-1} − λ buf

@@ -1,0 +1,47 @@
+"""The recursions of the paper as pure arithmetic, and nothing else.
+
+Every function takes and returns floats, NumPy arrays, torch tensors or JAX arrays alike: only
+`+ - * / **`. Reductions are not here, each backend owns its norm. The paper's letters: `lam` is λ,
+`b` the divisor that learns, `g` a gradient, `m` its running mean ĝ, `x` the parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Array = Any  # A float, or any array with Python's arithmetic operators.
+
+
+def next_b(b: Array, sq_norm: Array, lam: Array) -> Array:
+    """b_j = b_{j-1} + λ²‖g‖²/b_{j-1}  (Alg. 3; Algs. 1 and 2 with λ = 1)."""
+    return b + lam**2 * sq_norm / b
+
+
+def first_b(norm: Array, lam: Array, c: Array) -> Array:
+    """b₁ = C·λ·‖g₁‖  (Remark 2.2, for the scaled loss λf)."""
+    return c * lam * norm
+
+
+def momentum(buf: Array, g: Array, b: Array, mu: Array) -> Array:
+    """buf ← μ·buf + g/b_j  (WNGrad-Momentum, as its authors released it); μ = 0 is plain WNGrad."""
+    return mu * buf + g / b
+
+
+def running_mean(m: Array, g: Array, beta: Array) -> Array:
+    """ĝ_j = β ĝ_{j-1} + (1−β) g_{j-1}  (Alg. 4)."""
+    return beta * m + (1 - beta) * g
+
+
+def unbiased(m: Array, beta: Array, t: Array) -> Array:
+    """ĝ/(1−βᵗ), with t = 1 at the first step  (Alg. 4)."""
+    return m / (1 - beta**t)
+
+
+def descend(x: Array, direction: Array, lam: Array) -> Array:
+    """x_j = x_{j-1} − λ·direction, where the direction is g/b_j or what stands in for it."""
+    return x - lam * direction
+
+
+def decay(x: Array, lam: Array, weight_decay: Array) -> Array:
+    """Decoupled weight decay: x ← x·(1 − λ·w), before the step and outside the norm."""
+    return x * (1 - lam * weight_decay)
