@@ -189,11 +189,12 @@ class BlockOptimizer(Optimizer):
         state = cast(dict[str, Tensor], self.state[p])
         if "b" not in state:
             double = p.dtype in (torch.float64, torch.complex128)
+            dtype = torch.float64 if double else torch.float32
             # 0 stands for "not yet": the first gradient will set it.
             start = 0.0 if isinstance(group["b_init"], tuple) else group["b_init"]
-            state["b"] = sharded.filled(p, shape, start, torch.float64 if double else torch.float32)
+            state["b"] = sharded.filled(p, shape, start, dtype)
             state["t"] = (
-                sharded.filled(p, shape, 0.0, torch.float32)
+                sharded.filled(p, shape, 0.0, dtype)
                 if self._counts_blocks
                 else torch.zeros((), device=p.device)
             )
@@ -245,10 +246,12 @@ class BlockOptimizer(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             hook.remove()
-        # torch casts all state to its parameter's dtype; b, t and the counts are wider on purpose.
+        # torch casts all state to its parameter's dtype, where b, t and the counts are wider on
+        # purpose, and keeps what needs no cast, which would tie two optimizers together.
         for param, saved in self._pairs(given):
-            for key in set(SMALL) & set(saved):
-                self.state[param][key] = saved[key].detach().clone().to(param.device)
+            for key, value in saved.items():
+                dtype = value.dtype if key in SMALL else param.dtype
+                self.state[param][key] = value.detach().to(param.device, dtype, copy=True)
 
     def _pairs(self, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Each parameter with the state saved for it."""

@@ -1,0 +1,121 @@
+"""What the tests share: the table of optimizers, and small problems."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from torch import Tensor, nn
+
+import wngrad
+from wngrad import WNAdam, WNGrad
+
+settings.register_profile(
+    "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("default")
+
+
+@dataclass(frozen=True)
+class Row:
+    """An optimizer of the table: every contract test runs over all of them."""
+
+    name: str
+    make: Callable[..., Any]
+    options: dict[str, Any]
+
+    def __call__(self, params: Any, **options: Any) -> Any:
+        return self.make(params, **{**self.options, **options})
+
+
+TABLE = [
+    Row("wngrad", WNGrad, {}),
+    Row("wngrad-momentum", WNGrad, {"momentum": 0.9}),
+    Row("wngrad-gradient", WNGrad, {"b_init": "gradient"}),
+    Row("wngrad-tensor", WNGrad, {"per": "tensor", "weight_decay": 0.01}),
+    Row("wngrad-model", WNGrad, {"per": "model", "nonfinite": "skip"}),
+    Row("wngrad-slice", WNGrad, {"per": "slice", "hold_1d": True}),
+    Row("wnadam", WNAdam, {}),
+    Row("wnadam-gradient", WNAdam, {"b_init": ("gradient", 2.0), "nonfinite": "skip"}),
+    Row(
+        "wnadam-model",
+        WNAdam,
+        {"per": "model", "weight_decay": 0.1, "decoupled_weight_decay": True},
+    ),
+]
+
+
+@pytest.fixture(params=TABLE, ids=lambda row: row.name)
+def optimizer(request: pytest.FixtureRequest) -> Row:
+    row: Row = request.param
+    return row
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    assert torch.is_grad_enabled()
+
+
+@pytest.fixture(autouse=True)
+def _doctest_names(doctest_namespace: dict[str, Any]) -> None:
+    doctest_namespace.update(torch=torch, **{n: getattr(wngrad, n) for n in wngrad.__all__})
+
+
+def network() -> nn.Sequential:
+    """A convolution, a normalization and a linear layer: parameters of 1, 2 and 4 dimensions."""
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.GroupNorm(1, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4)
+    )
+
+
+def backward(model: nn.Module, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """The loss and gradients of one batch drawn from `seed`."""
+    device = next(model.parameters()).device
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 2, 4, 4, generator=draw).to(device)
+    y = torch.randint(4, (8,), generator=draw).to(device)
+    dtype = next(model.parameters()).dtype
+    loss = scale * nn.functional.cross_entropy(model(x.to(dtype)), y)
+    loss.backward()
+    return loss
+
+
+def train(model: nn.Module, opt: Any, steps: int, first: int = 0) -> None:
+    for seed in range(first, first + steps):
+        opt.zero_grad()
+        backward(model, seed)
+        opt.step()
+
+
+def twins() -> tuple[nn.Sequential, nn.Sequential]:
+    model = network()
+    return model, copy.deepcopy(model)
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    """Bit for bit."""
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return all(torch.equal(p, q) for p, q in pairs)
+
+
+def flat_state(opt: Any) -> list[Tensor]:
+    return [
+        value
+        for group in opt.param_groups
+        for p in group["params"]
+        for _, value in sorted(opt.state.get(p, {}).items())
+    ]
+
+
+def same_state(a: Any, b: Any) -> bool:
+    return all(
+        x.dtype == y.dtype and torch.equal(x, y)
+        for x, y in zip(flat_state(a), flat_state(b), strict=True)
+    )

@@ -1,0 +1,415 @@
+"""The torch contract (DESIGN, section 3): every row over every optimizer of the table."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import backward, flat_state, network, same, same_state, train, twins
+from wngrad import WNAdam, WNGrad
+
+
+def test_all_state_lies_in_the_state_or_in_plain_groups(optimizer):
+    model = network()
+    opt = optimizer(model.parameters())
+    fresh = set(vars(opt))
+    train(model, opt, 3)
+    plain = (int, float, str, bool, tuple, list, type(None))
+    assert set(vars(opt)) == fresh
+    assert all(isinstance(v, torch.Tensor) for v in flat_state(opt))
+    assert all(isinstance(v, plain) for g in opt.param_groups for v in g.values())
+
+
+def test_state_is_about_one_float_per_neuron(optimizer):
+    model = nn.Sequential(nn.Linear(100, 50, bias=False), nn.Linear(50, 10, bias=False))
+    opt = optimizer(model.parameters(), per="neuron", nonfinite="propagate")
+    model(torch.randn(2, 100)).sum().backward()
+    opt.step()
+    neurons, weights = 60, 5500
+    floats = sum(v.numel() for v in flat_state(opt))
+    if isinstance(opt, WNAdam):
+        assert floats == weights + 2 * neurons  # ĝ, b and t
+    else:
+        buffer = weights if opt.defaults["momentum"] else 0
+        assert floats == buffer + neurons + 2  # b, and one count for each parameter
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_lr_is_read_from_the_group_at_each_step(optimizer, as_tensor):
+    a, b = twins()
+    value = torch.tensor(0.5) if as_tensor else 0.5
+    one, other = optimizer(a.parameters(), lr=2.0), optimizer(b.parameters(), lr=value)
+    one.param_groups[0]["lr"] = value.clone() if as_tensor else value
+    train(a, one, 3)
+    train(b, other, 3)
+    assert same(a, b)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_tensor_lr_of_one_element_is_a_number(optimizer, shape):
+    a, b = twins()
+    one, other = optimizer(a.parameters(), lr=0.5), optimizer(b.parameters())
+    other.param_groups[0]["lr"] = torch.full(shape, 0.5)
+    train(a, one, 3)
+    train(b, other, 3)
+    assert same(a, b)
+
+
+def test_a_tensor_lr_of_two_elements_is_refused_and_nothing_changes(optimizer):
+    a, b = twins()
+    with pytest.raises(ValueError, match=r"`lr`.*\(2,\)"):
+        optimizer(a.parameters(), lr=torch.ones(2))
+    opt = optimizer([{"params": p} for p in a.parameters()])
+    opt.param_groups[-1]["lr"] = torch.ones(2)
+    backward(a)
+    with pytest.raises(ValueError, match=r"`lr`.*\(2,\)"):
+        opt.step()
+    assert same(a, b)
+    assert not opt.state
+
+
+def test_a_closure_is_called_once_with_gradients_on_and_its_loss_returned(optimizer):
+    a, b = twins()
+    one, other = optimizer(a.parameters()), optimizer(b.parameters())
+    calls = []
+
+    def closure():
+        assert torch.is_grad_enabled()
+        one.zero_grad()
+        calls.append(backward(a))
+        return calls[-1]
+
+    with torch.no_grad():
+        loss = one.step(closure)
+    backward(b)
+    assert other.step() is None
+    assert len(calls) == 1
+    assert loss is calls[0]
+    assert same(a, b)
+
+
+def test_a_closure_that_raises_changes_nothing(optimizer):
+    a, b = twins()
+    opt = optimizer(a.parameters())
+
+    def closure():
+        backward(a)
+        raise RuntimeError("no batch")
+
+    with pytest.raises(RuntimeError, match="no batch"):
+        opt.step(closure)
+    assert same(a, b)
+    assert torch.is_grad_enabled()
+
+
+def test_maximize_descends_on_the_negated_loss(optimizer):
+    a, b = twins()
+    one, other = optimizer(a.parameters()), optimizer(b.parameters(), maximize=True)
+    for seed in range(5):
+        for model, opt, sign in ((a, one, 1), (b, other, -1)):
+            opt.zero_grad()
+            backward(model, seed, scale=sign)
+            opt.step()
+    assert same(a, b)
+
+
+def test_groups_have_their_own_settings(optimizer):
+    a, b = twins()
+    one = optimizer(
+        [{"params": a[0].parameters()}, {"params": a[1:].parameters(), "lr": 0.1, "b_init": 3.0}]
+    )
+    two = optimizer(b[0].parameters())
+    three = optimizer(b[1:].parameters(), lr=0.1, b_init=3.0)
+    for seed in range(3):
+        one.zero_grad()
+        b.zero_grad()
+        backward(a, seed)
+        backward(b, seed)
+        for opt in (one, two, three):
+            opt.step()
+    assert same(a, b)
+
+
+def test_a_group_added_late_starts_then(optimizer):
+    a, b = twins()
+    one = optimizer(a[0].parameters())
+    train(a, one, 2)
+    one.add_param_group({"params": list(a[4].parameters()), "lr": 0.3})
+    train(a, one, 2, first=2)
+    two, three = optimizer(b[0].parameters()), optimizer(b[4].parameters(), lr=0.3)
+    train(b, two, 2)
+    for seed in (2, 3):
+        b.zero_grad()
+        backward(b, seed)
+        two.step()
+        three.step()
+    assert same(a, b)
+
+
+def test_resuming_from_a_file_is_bit_exact(optimizer):
+    a, b = twins()
+    one, other = optimizer(a.parameters(), lr=0.7), optimizer(b.parameters(), lr=123.0)
+    train(a, one, 5)
+    file = io.BytesIO()
+    torch.save((a.state_dict(), one.state_dict()), file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    b.load_state_dict(weights)
+    other.load_state_dict(state)
+    assert same_state(one, other)
+    train(a, one, 5, first=5)
+    train(b, other, 5, first=5)
+    assert same(a, b)
+    assert same_state(one, other)
+
+
+def test_a_resumed_run_is_the_run_that_was_never_stopped(optimizer):
+    a, b = twins()
+    whole, first = optimizer(a.parameters()), optimizer(b.parameters())
+    train(a, whole, 10)
+    train(b, first, 4)
+    second = optimizer(b.parameters())
+    second.load_state_dict(first.state_dict())
+    train(b, second, 6, first=4)
+    assert same(a, b)
+    assert same_state(whole, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_b_keeps_its_type_and_bits_through_a_checkpoint(optimizer, dtype):
+    p = nn.Parameter(torch.randn(4, 3).to(dtype))
+    opt = optimizer([p])
+    p.grad = torch.randn(4, 3).to(dtype)
+    opt.step()
+    other = optimizer([p])
+    other.load_state_dict(pickle.loads(pickle.dumps(opt.state_dict())))
+    assert same_state(opt, other)
+    assert other.state[p]["b"].dtype == torch.promote_types(dtype, torch.float32)
+
+
+def test_loading_does_not_tie_two_optimizers_together(optimizer):
+    a, b = twins()
+    one, other = optimizer(a.parameters()), optimizer(b.parameters())
+    train(a, one, 2)
+    other.load_state_dict(one.state_dict())
+    before = [v.clone() for v in flat_state(one)]
+    train(b, other, 2)
+    assert all(torch.equal(x, y) for x, y in zip(before, flat_state(one), strict=True))
+
+
+def test_a_load_hook_of_the_user_is_respected(optimizer):
+    model = network()
+    opt = optimizer(model.parameters())
+    train(model, opt, 2)
+
+    def reset(_, state_dict):
+        state_dict = copy.deepcopy(state_dict)
+        for state in state_dict["state"].values():
+            state["b"].fill_(7.0)
+        return state_dict
+
+    other = optimizer(model.parameters())
+    other.register_load_state_dict_pre_hook(reset)
+    other.load_state_dict(opt.state_dict())
+    assert all((s["b"] == 7).all() for s in other.state.values())
+
+
+def test_pickle_and_deepcopy_go_on_like_the_original(optimizer):
+    model = network()
+    opt = optimizer(model.parameters())
+    train(model, opt, 3)
+    pickled_model, pickled = pickle.loads(pickle.dumps((model, opt)))
+    copied_model, copied = copy.deepcopy((model, opt))
+    for m, o in ((model, opt), (pickled_model, pickled), (copied_model, copied)):
+        train(m, o, 3, first=3)
+    assert same(model, pickled_model)
+    assert same(model, copied_model)
+
+
+def test_a_pickle_of_an_older_release_gets_the_missing_settings(optimizer):
+    model = network()
+    opt = optimizer(model.parameters())
+    for group in opt.param_groups:
+        del group["hold_1d"]
+    again = pickle.loads(pickle.dumps(opt))
+    assert again.param_groups[0]["hold_1d"] is opt.defaults["hold_1d"]
+
+
+def test_a_scheduler_may_go_down_to_zero(optimizer):
+    model = network()
+    opt = optimizer(model.parameters())
+    schedule = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.0, total_iters=4)
+    for seed in range(4):
+        opt.zero_grad()
+        backward(model, seed)
+        opt.step()
+        schedule.step()
+    assert opt.param_groups[0]["lr"] == 0
+    before = copy.deepcopy(model)
+    b = [s["b"].clone() for s in opt.state.values()]
+    train(model, opt, 2, first=4)
+    assert same(model, before)
+    assert all(torch.equal(x, s["b"]) for x, s in zip(b, opt.state.values(), strict=True))
+
+
+def test_a_parameter_without_gradient_is_left_alone(optimizer):
+    a, b = twins()
+    for p in a[0].parameters():
+        p.requires_grad_(False)
+    opt = optimizer(a.parameters())
+    train(a, opt, 2)
+    assert same(a[0], b[0])
+    assert not any(p in opt.state for p in a[0].parameters())
+    for p in a[0].parameters():  # unfrozen, it takes part
+        p.requires_grad_(True)
+    train(a, opt, 1)
+    assert not same(a[0], b[0])
+
+
+def test_the_gradient_is_not_touched(optimizer):
+    model = network()
+    opt = optimizer(model.parameters(), weight_decay=0.1, maximize=True)
+    backward(model)
+    before = [p.grad.clone() for p in model.parameters()]
+    pointers = [p.grad.data_ptr() for p in model.parameters()]
+    opt.step()
+    for p, g, at in zip(model.parameters(), before, pointers, strict=True):
+        assert torch.equal(p.grad, g)
+        assert p.grad.data_ptr() == at
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 4), ()])
+def test_empty_and_zero_dimensional_tensors(optimizer, shape):
+    p = nn.Parameter(torch.ones(shape))
+    q = nn.Parameter(torch.ones(2, 2))
+    opt = optimizer([p, q])
+    for _ in range(2):
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+        opt.step()
+    assert torch.isfinite(q).all()
+    assert (q < 1).all()
+    assert (p < 1).all()
+
+
+def test_complex_parameters_are_pairs_of_reals(optimizer):
+    z = torch.randn(3, 2, dtype=torch.complex64)
+    a, b = nn.Parameter(z.clone()), nn.Parameter(torch.view_as_real(z).clone())
+    one, other = optimizer([a], hold_1d=False), optimizer([b], hold_1d=False)
+    if one.defaults["per"] == "slice":
+        other = optimizer([b], per="neuron", hold_1d=False)  # (out, re, im) is no kernel
+    for _ in range(5):
+        g = torch.randn(3, 2, dtype=torch.complex64)
+        a.grad, b.grad = g, torch.view_as_real(g).clone()
+        one.step()
+        other.step()
+    assert torch.equal(torch.view_as_real(a), b)
+
+
+@pytest.mark.parametrize("shape", [(), (4,)])
+def test_complex_scalars_and_vectors(optimizer, shape):
+    p = nn.Parameter(torch.ones(shape, dtype=torch.complex64))
+    opt = optimizer([p])
+    p.grad = torch.full_like(p, 1 + 1j)
+    opt.step()
+    moved = torch.view_as_real(p.detach()) - torch.tensor([1.0, 0.0])
+    assert (moved < 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_parameters_have_a_wide_b(optimizer, dtype):
+    """One step is the float32 step, rounded once; b is the float32 b, bit for bit."""
+    start, g = torch.randn(8, 5).to(dtype), torch.randn(8, 5).to(dtype)
+    low, high = nn.Parameter(start.clone()), nn.Parameter(start.float())
+    one, other = optimizer([low]), optimizer([high])
+    low.grad, high.grad = g.clone(), g.float()
+    one.step()
+    other.step()
+    assert torch.equal(low, high.to(dtype))
+    assert one.state[low]["b"].dtype == torch.float32
+    assert torch.equal(one.state[low]["b"], other.state[high]["b"])
+
+
+def test_one_group_may_hold_several_types(optimizer):
+    """Each parameter keeps its own; `per="model"` sums over them."""
+    params = [
+        nn.Parameter(torch.ones(3, 2, dtype=t))
+        for t in (torch.float32, torch.float64, torch.bfloat16)
+    ]
+    opt = optimizer(params)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    first = params[1].detach()
+    for p in params:
+        torch.testing.assert_close(p.detach().double(), first, rtol=0.01, atol=0)
+
+
+def test_ten_differentiable_steps_have_the_gradient_finite_differences_give(optimizer):
+    """With respect to the start and to λ."""
+
+    def trained(x0, lam):
+        p = x0.clone()
+        opt = optimizer([p], lr=lam, differentiable=True)
+        for _ in range(10):
+            q = p.clone()
+            (p.grad,) = torch.autograd.grad((q**2).sum() + q.prod(), q, create_graph=True)
+            opt.step()
+        return p
+
+    x0 = torch.tensor([[0.5, -1.0], [1.5, 0.7]], dtype=torch.float64, requires_grad=True)
+    lam = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(trained, (x0, lam))
+
+
+def test_the_checkpoint_loaders_dummy_step_latches_and_counts_nothing(optimizer):
+    """`torch.distributed.checkpoint` makes state by a step with zero gradients and lr = 0."""
+    a, b = twins()
+    one, other = optimizer(a.parameters()), optimizer(b.parameters())
+    for p in a.parameters():
+        p.grad = torch.zeros_like(p)
+    one.param_groups[0]["lr"] = 0.0
+    one.step()
+    assert same(a, b)
+    assert all((s["t"] == 0).all() for s in one.state.values())
+    shapes = [v.shape for v in flat_state(one)]
+    one.param_groups[0]["lr"] = 1.0
+    train(a, one, 5)
+    train(b, other, 5)
+    assert same(a, b)
+    assert same_state(one, other)
+    assert shapes == [v.shape for v in flat_state(one)]
+
+
+def test_named_parameters_are_accepted(optimizer):
+    a, b = twins()
+    one, other = optimizer(a.named_parameters()), optimizer(b.parameters())
+    train(a, one, 2)
+    train(b, other, 2)
+    assert same(a, b)
+
+
+@pytest.mark.parametrize("per", ["neuron", "tensor", "model", "slice"])
+def test_channels_last_and_non_contiguous_tensors_equal_contiguous_ones(per):
+    start, g = torch.randn(4, 3, 2, 5), torch.randn(4, 3, 2, 5)
+    layouts = [
+        lambda t: t.clone(),
+        lambda t: t.contiguous(memory_format=torch.channels_last),
+        lambda t: t.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+        lambda t: torch.stack([t, t], -1)[..., 0],
+    ]
+    results = []
+    for layout in layouts:
+        for make, options in ((WNGrad, {"momentum": 0.9}), (WNAdam, {})):
+            p = nn.Parameter(layout(start))
+            opt = make([p], per=per, **options)
+            for k in range(3):
+                p.grad = layout(g * (k + 1))
+                opt.step()
+            results.append(p.detach().contiguous())
+    for result in results[2:]:
+        assert any(torch.equal(result, first) for first in results[:2])

@@ -1,0 +1,180 @@
+"""Against torch itself: SGD in the limit, compiled, scaled and low-precision training."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from conftest import backward, network, same, train, twins
+from wngrad import WNAdam, WNGrad
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_a_small_lam_over_b1_is_sgd_at_that_rate(momentum, weight_decay):
+    """λ = 1e-3 and b₁ = 1: over 50 steps b grows by less than 1e-4, and so do the differences."""
+    a, b = (m.double() for m in twins())
+    options = {"lr": 1e-3, "momentum": momentum, "weight_decay": weight_decay}
+    train(a, WNGrad(a.parameters(), **options), 50)
+    train(b, torch.optim.SGD(b.parameters(), **options), 50)
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-4)
+
+
+def test_one_dimensional_parameters_held_at_b1_are_exactly_sgd():
+    p, q = nn.Parameter(torch.randn(5)), nn.Parameter(torch.zeros(5))
+    q.data.copy_(p.data)
+    ours, sgd = WNGrad([p], lr=0.125, hold_1d=True), torch.optim.SGD([q], lr=0.125)
+    for _ in range(5):
+        p.grad = torch.randn(5)
+        q.grad = p.grad.clone()
+        ours.step()
+        sgd.step()
+    assert torch.equal(p, q)
+    assert (ours.state[p]["b"] == 1).all()
+
+
+@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+@pytest.mark.parametrize("schedule", ["float", "tensor"])
+def test_a_compiled_step_follows_a_schedule_without_recompiling(make, schedule):
+    """100 steps; everything is compiled within the first two, and equals the eager step."""
+    torch._dynamo.reset()
+    counters.clear()
+    a, b = twins()
+    lr = torch.tensor(1.0) if schedule == "tensor" else 1.0
+    one, other = make(a.parameters(), lr=lr), make(b.parameters(), lr=copy.deepcopy(lr))
+    rates = [torch.optim.lr_scheduler.CosineAnnealingLR(opt, 100) for opt in (one, other)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        step = torch.compile(one.step)
+        for seed in range(100):
+            for model, opt, go in ((a, one, step), (b, other, other.step)):
+                opt.zero_grad()
+                backward(model, seed)
+                go()
+            for rate in rates:
+                rate.step()
+            if seed == 1:
+                graphs = counters["stats"]["unique_graphs"]
+    assert counters["stats"]["unique_graphs"] == graphs == 2  # state made, then in use
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+def test_a_whole_training_step_compiles_with_its_closure(make):
+    torch._dynamo.reset()
+    a, b = twins()
+    one, other = make(a.parameters()), make(b.parameters())
+    x, y = torch.randn(8, 2, 4, 4), torch.randint(4, (8,))
+
+    def closure():
+        one.zero_grad()
+        loss = nn.functional.cross_entropy(a(x), y)
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        compiled = torch.compile(lambda: one.step(closure))
+        losses = [compiled().item() for _ in range(5)]
+    for loss in losses:
+        other.zero_grad()
+        plain = nn.functional.cross_entropy(b(x), y)
+        plain.backward()
+        other.step()
+        assert loss == pytest.approx(plain.item(), rel=1e-4)
+
+
+def test_a_step_the_grad_scaler_skips_leaves_everything(optimizer):
+    """N2: an overflow at each of 50 steps in turn leaves parameters and state bit-identical."""
+    model = network()
+    opt = optimizer(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for seed in range(50):
+        for overflow in (True, False):
+            opt.zero_grad()
+            scaler.scale(backward_loss(model, seed)).backward()
+            if overflow:
+                model[0].weight.grad[0, 0, 0, 0] = torch.inf
+            before = copy.deepcopy((model, opt))
+            scaler.step(opt)
+            scaler.update()
+            unchanged = same(model, before[0])
+            assert unchanged == overflow
+            if overflow and opt.state:
+                for p, q in zip(model.parameters(), before[0].parameters(), strict=True):
+                    for key, value in opt.state[p].items():
+                        assert torch.equal(value, before[1].state[q][key])
+
+
+def backward_loss(model, seed):
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 2, 4, 4, generator=draw)
+    return nn.functional.cross_entropy(model(x), torch.randint(4, (8,), generator=draw))
+
+
+def test_scaled_training_is_unscaled_training(optimizer):
+    """A loss scale that is a power of two changes nothing, not even a bit."""
+    a, b = twins()
+    one, other = optimizer(a.parameters()), optimizer(b.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for seed in range(5):
+        one.zero_grad()
+        scaler.scale(backward_loss(a, seed)).backward()
+        scaler.step(one)
+        scaler.update()
+        other.zero_grad()
+        backward_loss(b, seed).backward()
+        other.step()
+    assert same(a, b)
+
+
+@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+def test_a_bfloat16_model_follows_the_float32_model(make):
+    """bfloat16 has 8 bits: after 30 steps the losses agree to a few percent, and both fell."""
+    a, b = twins()
+    a.to(torch.bfloat16)
+    start = backward(b).item()
+    one, other = make(a.parameters()), make(b.parameters())
+    train_one_batch(a, one, 30)
+    train_one_batch(b, other, 30)
+    low, high = backward(a).item(), backward(b).item()
+    assert high < 0.1 * start
+    assert low == pytest.approx(high, abs=0.05 * start)
+    assert all(s["b"].dtype == torch.float32 for s in one.state.values())
+
+
+def train_one_batch(model, opt, steps):
+    for _ in range(steps):
+        opt.zero_grad()
+        backward(model)
+        opt.step()
+
+
+@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+def test_large_tensors_are_cut_without_changing_the_result(make, monkeypatch):
+    """Working in slices is for the cache: b bit for bit, since each row is summed alike."""
+    start = torch.randn(64, 33)
+    results = []
+    for size in (10, 100, 10**9):
+        monkeypatch.setattr("wngrad.optim.blocks.SLICE", size)
+        draw = torch.Generator().manual_seed(0)
+        outcome = []
+        for per in ("neuron", "tensor", lambda p: (8, 3)):
+            p = nn.Parameter(start.clone())
+            opt = make([p], per=per, weight_decay=0.1, nonfinite="skip")
+            for _ in range(3):
+                p.grad = torch.randn(64, 33, generator=draw)
+                opt.step()
+            outcome.append((p.detach().clone(), opt.state[p]["b"]))
+        results.append(outcome)
+    for outcome in results[1:]:
+        for (x, b), (y, c) in zip(outcome, results[0], strict=True):
+            torch.testing.assert_close(b, c, rtol=1e-6, atol=0)
+            torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)

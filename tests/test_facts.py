@@ -1,0 +1,191 @@
+"""The method's properties, over drawn gradients (DESIGN: "Facts worth a property test")."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wngrad import WNAdam, WNGrad, rule
+
+seeds = st.integers(0, 2**31)
+shapes = st.sampled_from([(1,), (5,), (4, 3), (2, 3, 2), (3, 2, 2, 2)])
+rates = st.floats(1e-6, 1e6)
+powers = st.integers(-12, 12).map(lambda k: 2.0**k)
+pers = st.sampled_from(["neuron", "tensor", "slice", "model"])
+rules = st.sampled_from([(WNGrad, {}), (WNGrad, {"momentum": 0.9}), (WNAdam, {})])
+
+
+def gradients(seed: int, shape: tuple[int, ...], n: int, dtype=torch.float32, spread=3.0):
+    """`n` gradients of widely different sizes, some of them zero."""
+    draw = torch.Generator().manual_seed(seed)
+    sizes = 10 ** (spread * torch.randn(n, generator=draw, dtype=torch.float64))
+    sizes[torch.rand(n, generator=draw) < 0.1] = 0
+    every = torch.randn(n, *shape, generator=draw, dtype=torch.float64)
+    return (every * sizes.view(-1, *[1] * len(shape))).to(dtype)
+
+
+def run(make, grads, **options):
+    """All parameters and all b along the way."""
+    p = torch.nn.Parameter(torch.linspace(-1, 1, grads[0].numel()).view_as(grads[0]).to(grads[0]))
+    opt = make([p], **options)
+    xs, bs = [p.detach().clone()], []
+    for g in grads:
+        p.grad = g.clone()
+        opt.step()
+        xs.append(p.detach().clone())
+        bs.append(opt.state[p]["b"].clone())
+    return torch.stack(xs), torch.stack(bs)
+
+
+@given(seeds, shapes, rates, pers, rules)
+def test_b_never_decreases(seed, shape, lam, per, how):
+    make, options = how
+    _, b = run(make, gradients(seed, shape, 10), lr=lam, per=per, **options)
+    assert (b[1:] >= b[:-1]).all()
+    assert (b >= 1).all()
+
+
+@given(seeds, shapes, rates, powers, pers, rules)
+def test_only_the_ratio_of_lam_to_b1_matters(seed, shape, lam, power, per, how):
+    """Bitwise, with a power of two: every operation scales exactly."""
+    make, options = how
+    grads = gradients(seed, shape, 10, spread=1.0)
+    x, b = run(make, grads, lr=lam, b_init=1.0, per=per, **options)
+    y, c = run(make, grads, lr=power * lam, b_init=power, per=per, **options)
+    assert torch.equal(x, y)
+    assert torch.equal(power * b, c)
+
+
+@given(seeds, shapes, rates, st.floats(1e-3, 1e3), pers)
+def test_no_block_moves_by_more_than_a_half(seed, shape, lam, b1, per):
+    """b_new ≥ 2λ‖g‖, for any λ, g and b; a few roundings of slack on ½."""
+    grads = gradients(seed, shape, 10, dtype=torch.float64)
+    x, b = run(WNGrad, grads, lr=lam, b_init=b1, per=per)
+    assert (_moved(x, b) <= 0.5 * (1 + 1e-12)).all()
+
+
+@given(seeds, shapes, rates, pers, st.sampled_from([0.5, 0.9, 0.99]))
+def test_with_momentum_at_most_a_half_over_one_minus_mu(seed, shape, lam, per, mu):
+    grads = gradients(seed, shape, 20, dtype=torch.float64)
+    x, b = run(WNGrad, grads, lr=lam, per=per, momentum=mu)
+    assert (_moved(x, b) <= 0.5 / (1 - mu) * (1 + 1e-12)).all()
+
+
+@given(seeds, shapes, rates, pers, st.sampled_from([0.0, 0.5, 0.9, 0.99]))
+def test_wn_adam_moves_no_block_by_more_than_a_half(seed, shape, lam, per, beta):
+    grads = gradients(seed, shape, 20, dtype=torch.float64)
+    x, b = run(WNAdam, grads, lr=lam, per=per, beta=beta)
+    assert (_moved(x, b) <= 0.5 * (1 + 1e-12)).all()
+
+
+def _moved(x, b):
+    """How far each block went in each step; the starting point's own rounding taken off."""
+    dims = [i for i in range(1, b.dim()) if b.shape[i] == 1]
+    step = x[1:] - x[:-1]
+    size = torch.linalg.vector_norm(step, dim=dims, keepdim=True) if dims else step.abs()
+    return size - 1e-15 * x.abs().amax()
+
+
+@given(seeds, shapes, powers, powers, pers, rules)
+def test_starting_from_the_gradient_cancels_lam_and_the_scale_of_the_loss(
+    seed, shape, lam, scale, per, how
+):
+    """b₁ = C·λ·‖g₁‖: bitwise for powers of two."""
+    make, options = how
+    grads = gradients(seed, shape, 10, spread=1.0)
+    x, _ = run(make, grads, b_init="gradient", per=per, **options)
+    y, _ = run(make, scale * grads, lr=lam, b_init="gradient", per=per, **options)
+    assert torch.equal(x, y)
+
+
+@given(seeds, shapes, rates, st.floats(0.1, 10))
+def test_the_first_displacement_from_the_gradient_is_known(seed, shape, lam, c):
+    """1/(C + 1/C), whatever λ and the gradient."""
+    g = gradients(seed, shape, 1, dtype=torch.float64)[0] + 1e-3
+    x, b = run(WNGrad, [g], lr=lam, b_init=("gradient", c))
+    step = _moved(x, b)
+    torch.testing.assert_close(step, torch.full_like(step, 1 / (c + 1 / c)), rtol=1e-9, atol=1e-9)
+
+
+@given(seeds, shapes, rates, pers)
+def test_the_first_wn_adam_step_is_the_first_wngrad_step(seed, shape, lam, per):
+    """To a few roundings: ĝ₁/(1−β) is (1−β)g/(1−β)."""
+    g = gradients(seed, shape, 1, dtype=torch.float64)
+    (x, b), (y, c) = run(WNGrad, g, lr=lam, per=per), run(WNAdam, g, lr=lam, per=per)
+    assert torch.equal(b, c)
+    torch.testing.assert_close(x, y, rtol=1e-14, atol=1e-14)
+
+
+@given(seeds, shapes, rates)
+def test_momentum_zero_is_plain_wngrad(seed, shape, lam):
+    grads = gradients(seed, shape, 10)
+    assert torch.equal(run(WNGrad, grads, lr=lam)[0], run(WNGrad, grads, lr=lam, momentum=0)[0])
+    tiny = run(WNGrad, grads, lr=lam, momentum=1e-30)[0]
+    torch.testing.assert_close(run(WNGrad, grads, lr=lam)[0], tiny, rtol=1e-6, atol=1e-6)
+
+
+@given(seeds, st.sampled_from([(5,), (4, 3), (3, 2, 2, 2)]), rates, rules)
+def test_permuting_neurons_permutes_the_result(seed, shape, lam, how):
+    make, options = how
+    grads = gradients(seed, shape, 10)
+    order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(seed))
+    p = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    a, b = torch.nn.Parameter(p.clone()), torch.nn.Parameter(p[order].clone())
+    one, other = make([a], lr=lam, **options), make([b], lr=lam, **options)
+    for g in grads:
+        a.grad, b.grad = g.clone(), g[order].clone()
+        one.step()
+        other.step()
+    assert torch.equal(a[order], b)
+
+
+@given(seeds, rates)
+def test_sparse_rows_give_exactly_the_dense_result(seed, lam):
+    draw = torch.Generator().manual_seed(seed)
+    start = torch.randn(7, 3, generator=draw)
+    for per in ("neuron", "tensor", "model"):
+        dense, sparse = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+        one, other = WNGrad([dense], lr=lam, per=per), WNGrad([sparse], lr=lam, per=per)
+        for _ in range(5):
+            rows = torch.randint(7, (4,), generator=draw)  # with repetitions
+            values = torch.randn(4, 3, generator=draw)
+            sparse.grad = torch.sparse_coo_tensor(rows[None], values, (7, 3), check_invariants=True)
+            dense.grad = sparse.grad.to_dense()
+            one.step()
+            other.step()
+        assert torch.equal(dense, sparse)
+        assert torch.equal(one.state[dense]["b"], other.state[sparse]["b"])
+
+
+@given(seeds, shapes)
+def test_a_tiny_lam_is_sgd(seed, shape):
+    """λ = 1e-9 and gradients of size one: b stays within 1e-15 of 1, and λ/b is λ."""
+    grads = gradients(seed, shape, 20, dtype=torch.float64, spread=0.1)
+    for make, options, torch_options in (
+        (WNGrad, {}, {}),
+        (WNGrad, {"momentum": 0.9}, {"momentum": 0.9}),
+    ):
+        x, _ = run(make, grads, lr=1e-9, **options)
+        p = torch.nn.Parameter(x[0].clone())
+        sgd = torch.optim.SGD([p], lr=1e-9, **torch_options)
+        for g in grads:
+            p.grad = g.clone()
+            sgd.step()
+        torch.testing.assert_close(x[-1] - x[0], p.detach() - x[0], rtol=1e-6, atol=1e-14)
+
+
+@given(st.floats(1e-3, 1e3), st.floats(0, 1e3), st.floats(1e-3, 1e3))
+def test_next_b_is_at_least_twice_lam_times_the_norm(b, norm, lam):
+    new = rule.next_b(b, norm**2, lam)
+    assert new >= 2 * lam * norm * (1 - 1e-15)
+    assert new >= b
+
+
+def test_growth_under_unit_gradients_is_the_root_of_twice_the_steps():
+    """The paper's "√k/G" is inverted: G√(2k), 141.44 after 10⁴ unit gradients."""
+    b = 1.0
+    for _ in range(10_000):
+        b = rule.next_b(b, 1.0, 1.0)
+    assert b == pytest.approx(141.44, abs=0.005)

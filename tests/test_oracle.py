@@ -1,0 +1,156 @@
+"""The optimizers against the paper on plain floats, and against its numbers."""
+
+from __future__ import annotations
+
+import math
+from itertools import islice, product
+
+import pytest
+import torch
+
+import paper
+from wngrad import WNAdam, WNGrad, rule
+
+SHAPES = [(6,), (3, 4), (2, 3, 2, 2)]
+B_INIT = {"one": (1.0, None), "small": (0.01, None), "grad": (1.0, 1.0), "grad-2": (1.0, 2.0)}
+DECAY = {"none": (0.0, False), "coupled": (0.03, False), "decoupled": (0.03, True)}
+
+
+def gradient(x: list[float]) -> list[float]:
+    """Of a bumpy bowl whose entries are coupled to their neighbours."""
+    n = len(x)
+    return [
+        (1 + i % 3) * x[i] + 0.5 * math.sin(3 * x[(i + 1) % n]) - 0.1 * (i % 5) for i in range(n)
+    ]
+
+
+def blocks_of(shape: tuple[int, ...], per: str) -> list[list[int]]:
+    """The blocks of one parameter as lists of flat indices, by counting."""
+    keys = {
+        "neuron": lambda at: at[0],
+        "tensor": lambda at: 0,
+        "model": lambda at: 0,
+        "slice": lambda at: at[:2] if len(shape) > 2 else at[0],
+        "last": lambda at: at[-1] // (shape[-1] // 2),  # two halves of the last dimension
+    }
+    found: dict[object, list[int]] = {}
+    for i, at in enumerate(product(*map(range, shape))):
+        found.setdefault(keys[per](at), []).append(i)
+    return list(found.values())
+
+
+def halves(p: torch.Tensor) -> tuple[int, ...]:
+    return (1,) * (p.dim() - 1) + (2,)
+
+
+def lock_step(opt, p, steps, oracle):
+    """Step both for a while; the largest relative difference of x and of b."""
+    worst = 0.0
+    for x, b in islice(oracle, steps):
+        p.grad = torch.tensor(gradient(p.detach().flatten().tolist()), dtype=p.dtype).view_as(p)
+        opt.step()
+        for ours, theirs in zip(p.detach().flatten().tolist(), x, strict=True):
+            worst = max(worst, abs(ours - theirs) / max(1.0, abs(theirs)))
+        for ours, theirs in zip(opt.state[p]["b"].flatten().tolist(), b, strict=True):
+            worst = max(worst, abs(ours - theirs) / theirs)
+    return worst
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("per", ["neuron", "tensor", "model", "slice", "last"])
+@pytest.mark.parametrize("b_init", B_INIT)
+@pytest.mark.parametrize("decay", DECAY)
+@pytest.mark.parametrize("momentum", [0.0, 0.9, "wnadam"])
+def test_hundred_steps_match_the_paper_on_plain_floats(shape, per, b_init, decay, momentum):
+    """1e-12 relative in float64: 100 steps of a few roundings each, in another order of summing."""
+    x = [math.cos(7 * i) for i in range(math.prod(shape))]
+    (b1, c), (w, decoupled) = B_INIT[b_init], DECAY[decay]
+    p = torch.nn.Parameter(torch.tensor(x, dtype=torch.float64).view(shape))
+    options = {
+        "lr": 0.7,
+        "per": halves if per == "last" else per,
+        "b_init": b1 if c is None else ("gradient", c),
+        "weight_decay": w,
+        "decoupled_weight_decay": decoupled,
+    }
+    common = (x, gradient, 0.7, blocks_of(shape, per), b1, c)
+    if momentum == "wnadam":
+        opt = WNAdam([p], **options)
+        oracle = paper.algorithm_4(*common, decay=w, decoupled=decoupled)
+    else:
+        opt = WNGrad([p], momentum=momentum, **options)
+        oracle = paper.algorithm_3(*common, mu=momentum, decay=w, decoupled=decoupled)
+    assert lock_step(opt, p, 100, oracle) < 1e-12
+
+
+@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+def test_one_b_for_the_model_spans_parameters_of_every_shape(make):
+    x = [math.cos(7 * i) for i in range(6 + 12)]
+    params = [
+        torch.nn.Parameter(torch.tensor(part, dtype=torch.float64).view(shape))
+        for part, shape in ((x[:6], (6,)), (x[6:], (3, 4)))
+    ]
+    opt = make(params, lr=0.7, per="model")
+    algorithm = paper.algorithm_3 if make is WNGrad else paper.algorithm_4
+    for theirs, (b,) in islice(algorithm(x, gradient, 0.7, [list(range(18))]), 100):
+        ours = torch.cat([p.detach().flatten() for p in params])
+        g = torch.tensor(gradient(ours.tolist()), dtype=torch.float64)
+        params[0].grad, params[1].grad = g[:6].clone(), g[6:].view(3, 4).clone()
+        opt.step()
+        ours = torch.cat([p.detach().flatten() for p in params])
+        torch.testing.assert_close(ours, ours.new_tensor(theirs), rtol=0, atol=1e-12)
+        assert all(abs(opt.state[p]["b"].item() - b) < 1e-12 * b for p in params)
+
+
+def test_algorithm_1_and_algorithm_3_take_the_same_steps():
+    """Counted from the step it divides, b is B_k = B_{k-1} + ‖g_k‖²/B_{k-1} in both."""
+    x = [0.3, -1.2, 2.0]
+    b1 = 1.5
+    first = b1 + paper.sq_norm(gradient(x), range(3)) / b1
+    batch = islice(paper.algorithm_1(x, gradient, first), 50)
+    scaled = islice(paper.algorithm_3(x, gradient, 1.0, [[0, 1, 2]], b1=b1), 50)
+    for (u, _), (v, _) in zip(batch, scaled, strict=True):
+        assert u == pytest.approx(v, rel=1e-12)
+
+
+def test_golden_numbers_of_a_constant_gradient():
+    """‖g‖ = 0.75, λ = 1, b₁ = 1."""
+    p = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    opt, seen, b, plain = WNGrad([p]), [], 1.0, []
+    for _ in range(3):
+        p.grad = torch.full_like(p, 0.75)
+        opt.step()
+        seen.append(opt.state[p]["b"].item())
+        plain.append(b := rule.next_b(b, 0.75**2, 1.0))
+    assert [f"{b:.4f}" for b in seen[:2]] == ["1.5625", "1.9225"]
+    assert f"{seen[2]:.6f}" == "2.215088"
+    assert seen == plain
+
+
+def test_golden_numbers_of_a_small_bowl():
+    """f = Σx² from (−5, 5), λ = 0.56, one b."""
+    p = torch.nn.Parameter(torch.tensor([-5.0, 5.0], dtype=torch.float64))
+    opt, seen = WNGrad([p], lr=0.56, per="tensor"), []
+    for _ in range(3):
+        p.grad = 2 * p.detach()
+        opt.step()
+        seen.append(round(opt.state[p]["b"].item(), 6))
+    assert seen == [63.72, 64.670008, 65.573919]
+
+
+def test_the_step_the_introduction_prints_is_not_the_one_taken():
+    """Eq. 5's b is one step stale: on a quadratic with L = 100, b₁ = 1 it throws f from 139 up."""
+    curvature = (100.0, 1.0)
+    x = [math.sqrt(2 * 138.0 / 100), math.sqrt(2.0)]  # f(x) = 139
+
+    def f(x):
+        return sum(a * xi**2 / 2 for a, xi in zip(curvature, x, strict=True))
+
+    p = torch.nn.Parameter(torch.tensor(x, dtype=torch.float64))
+    stale = [xi - a * xi for a, xi in zip(curvature, x, strict=True)]
+    opt = WNGrad([p], per="tensor")
+    p.grad = torch.tensor([a * xi for a, xi in zip(curvature, x, strict=True)]).double()
+    opt.step()
+    assert f(x) == pytest.approx(139)
+    assert f(stale) > 1e6
+    assert f(p.tolist()) < 139
