@@ -42,10 +42,10 @@ def test_one_dimensional_parameters_held_at_b1_are_exactly_sgd():
 @pytest.mark.parametrize("make", [WNGrad, WNAdam])
 @pytest.mark.parametrize("schedule", ["float", "tensor"])
 def test_a_compiled_step_follows_a_schedule_without_recompiling(make, schedule):
-    """100 steps; everything is compiled within the first two, and equals the eager step."""
+    """100 steps; all is compiled within the first three, and equals the eager step."""
     torch._dynamo.reset()
     counters.clear()
-    a, b = twins()
+    a, b = (m.double() for m in twins())
     lr = torch.tensor(1.0) if schedule == "tensor" else 1.0
     one, other = make(a.parameters(), lr=lr), make(b.parameters(), lr=copy.deepcopy(lr))
     rates = [torch.optim.lr_scheduler.CosineAnnealingLR(opt, 100) for opt in (one, other)]
@@ -59,11 +59,11 @@ def test_a_compiled_step_follows_a_schedule_without_recompiling(make, schedule):
                 go()
             for rate in rates:
                 rate.step()
-            if seed == 1:
+            if seed == 2:
                 graphs = counters["stats"]["unique_graphs"]
-    assert counters["stats"]["unique_graphs"] == graphs == 2  # state made, then in use
+    assert counters["stats"]["unique_graphs"] == graphs
     for p, q in zip(a.parameters(), b.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("make", [WNGrad, WNAdam])

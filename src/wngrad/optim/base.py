@@ -60,15 +60,25 @@ class BlockOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.set_grad_enabled(any(g["differentiable"] for g in self.param_groups)):
-            proposals: Iterable[Proposal] = (
-                proposal for family in self._families() for proposal in self._propose(family)
-            )
-            if any(group["nonfinite"] == "raise" for group in self.param_groups):
-                proposals = list(proposals)  # All are looked at before anything changes.
-                self._refuse_nonfinite(proposals)
-            for proposal in proposals:
-                self._commit(proposal)
+            if self._stateless():
+                self._first_update()
+            else:
+                self._update()
         return loss
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # A traced step loses new state.
+    def _first_update(self) -> None:
+        self._update()
+
+    def _update(self) -> None:
+        proposals: Iterable[Proposal] = (
+            proposal for family in self._families() for proposal in self._propose(family)
+        )
+        if any(group["nonfinite"] == "raise" for group in self.param_groups):
+            proposals = list(proposals)  # All are looked at before anything changes.
+            self._refuse_nonfinite(proposals)
+        for proposal in proposals:
+            self._commit(proposal)
 
     def _propose(self, family: Family) -> list[Proposal]:
         """The new b of every piece: b_j ← b_{j-1} + λ²‖g‖²/b_{j-1}."""
@@ -132,12 +142,14 @@ class BlockOptimizer(Optimizer):
 
     def _families(self) -> list[Family]:
         """Who steps together. Everything is checked before any state is made."""
-        plan = []
-        for group in self.param_groups:
-            live = [i for i, p in enumerate(group["params"]) if p.grad is not None]
+        plan = [(group, self._lam(group), _live(group)) for group in self.param_groups]
+        for group, _, live in plan:
             for i in live:
                 self._check_gradient(group, i)
-            plan.append((group, self._lam(group), live))
+        for group, _, live in plan:
+            for i in live:
+                if self._lacks_state(group, i):
+                    self._make_state(group, i)
         return [family for part in plan for family in self._group_families(*part)]
 
     def _group_families(
@@ -149,12 +161,11 @@ class BlockOptimizer(Optimizer):
         joint = group["joint"] or group["per"] == "model"
         lonely = held if joint else live
         for i in lonely:
-            part = piece(params[i], self._state_of(group, i), alone=True)
+            part = piece(params[i], self.state[params[i]], alone=True)
             yield Family(group, lam, [part], [], hold=i in held)
         if joint and free:
-            parts = [
-                piece(params[i], self._state_of(group, i), alone=len(params) == 1) for i in free
-            ]
+            alone = len(params) == 1
+            parts = [piece(params[i], self.state[params[i]], alone=alone) for i in free]
             absent = [
                 sharded.local(self.state[p]["b"])
                 for i, p in enumerate(params)
@@ -182,11 +193,23 @@ class BlockOptimizer(Optimizer):
         p = group["params"][i]
         return tuple(per[i]) if isinstance(per, list) else blocks.named_shape(tuple(p.shape), per)
 
-    def _state_of(self, group: Group, i: int) -> dict[str, Tensor]:
-        """The state of parameter `i`, made when it is first needed."""
+    def _stateless(self) -> bool:
+        """Whether a parameter is about to take its first step."""
+        return any(self._lacks_state(group, i) for group in self.param_groups for i in _live(group))
+
+    def _lacks_state(self, group: Group, i: int) -> bool:
         p = group["params"][i]
-        shape = self._shape(group, i)
-        state = cast(dict[str, Tensor], self.state[p])
+        state = self.state[p] if p in self.state else {}
+        return (
+            "b" not in state
+            or (self._buffered(group) and self._buffer not in state)
+            or (group["nonfinite"] == "skip" and "skipped" not in state)
+        )
+
+    def _make_state(self, group: Group, i: int) -> None:
+        """Whatever state the parameter lacks."""
+        p, shape = group["params"][i], self._shape(group, i)
+        state = self.state[p]
         if "b" not in state:
             double = p.dtype in (torch.float64, torch.complex128)
             dtype = torch.float64 if double else torch.float32
@@ -198,11 +221,10 @@ class BlockOptimizer(Optimizer):
                 if self._counts_blocks
                 else torch.zeros((), device=p.device)
             )
-        if self._buffer not in state and self._buffered(group):
+        if self._buffered(group) and self._buffer not in state:
             state[self._buffer] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        if "skipped" not in state and group["nonfinite"] == "skip":
+        if group["nonfinite"] == "skip" and "skipped" not in state:
             state["skipped"] = sharded.filled(p, shape, 0, torch.int32)
-        return state
 
     # ---------------------------------------------------------------- the door
 
@@ -298,6 +320,11 @@ class BlockOptimizer(Optimizer):
     def diagnose(self) -> list[str]:
         """What b says about the run so far, a line for each group. Waits for the device."""
         return report.diagnose(self)
+
+
+def _live(group: Group) -> list[int]:
+    """The parameters that have a gradient."""
+    return [i for i, p in enumerate(group["params"]) if p.grad is not None]
 
 
 def _working(t: Tensor, group: Group) -> Tensor:
