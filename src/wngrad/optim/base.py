@@ -68,7 +68,14 @@ class BlockOptimizer(Optimizer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # A traced step loses new state.
     def _first_update(self) -> None:
-        self._update()
+        """An update that makes state, and takes it away again if it fails."""
+        before = {p: dict(state) for p, state in self.state.items()}
+        try:
+            self._update()
+        except BaseException:
+            self.state.clear()
+            self.state.update(before)
+            raise
 
     def _update(self) -> None:
         proposals: Iterable[Proposal] = (
@@ -199,7 +206,7 @@ class BlockOptimizer(Optimizer):
 
     def _lacks_state(self, group: Group, i: int) -> bool:
         p = group["params"][i]
-        state = self.state[p] if p in self.state else {}
+        state = self.state.get(p, {})
         return (
             "b" not in state
             or (self._buffered(group) and self._buffer not in state)
@@ -209,22 +216,23 @@ class BlockOptimizer(Optimizer):
     def _make_state(self, group: Group, i: int) -> None:
         """Whatever state the parameter lacks."""
         p, shape = group["params"][i], self._shape(group, i)
+        one = group["per"] == "model"
         state = self.state[p]
         if "b" not in state:
             double = p.dtype in (torch.float64, torch.complex128)
             dtype = torch.float64 if double else torch.float32
             # 0 stands for "not yet": the first gradient will set it.
             start = 0.0 if isinstance(group["b_init"], tuple) else group["b_init"]
-            state["b"] = sharded.filled(p, shape, start, dtype)
+            state["b"] = sharded.filled(p, shape, start, dtype, one=one)
             state["t"] = (
-                sharded.filled(p, shape, 0.0, dtype)
+                sharded.filled(p, shape, 0.0, dtype, one=one)
                 if self._counts_blocks
                 else torch.zeros((), device=p.device)
             )
         if self._buffered(group) and self._buffer not in state:
             state[self._buffer] = torch.zeros_like(p, memory_format=torch.preserve_format)
         if group["nonfinite"] == "skip" and "skipped" not in state:
-            state["skipped"] = sharded.filled(p, shape, 0, torch.int32)
+            state["skipped"] = sharded.filled(p, shape, 0, torch.int32, one=one)
 
     # ---------------------------------------------------------------- the door
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 
 Nonfinite = Literal["propagate", "skip", "raise"]
@@ -113,11 +112,6 @@ def parameters(owner: str, params: Any) -> list[Tensor]:
 
 def gradient(owner: str, p: Tensor, g: Tensor, *, touches_all: bool) -> None:
     """A gradient the step can take; checked for all parameters before any of them changes."""
-    if g.layout not in (torch.strided, torch.sparse_coo):
-        raise TypeError(
-            f"{owner}: `grad` must be dense or sparse COO, got {g.layout} for a parameter of "
-            f"shape {tuple(p.shape)}; call .to_dense() on it."
-        )
     if g.is_sparse and touches_all:
         raise ValueError(
             f"{owner}: a sparse `grad` works without `momentum` and `weight_decay` only: both "

@@ -56,7 +56,7 @@ def piece(param: Tensor, state: dict[str, Tensor], *, alone: bool) -> Piece:
     """The views of one parameter; `alone` if it shares its b with no other."""
     assert param.grad is not None
     p, g = sharded.local(param), sharded.local(param.grad)
-    cuts = sharded.cuts(param, tuple(state["b"].shape))
+    cuts = sharded.cuts(param, state["b"])
     state = {key: sharded.local(value) for key, value in state.items()}
     write_back = None
     if g.is_sparse:

@@ -24,14 +24,18 @@ def local(t: Tensor) -> Tensor:
     return cast(Tensor, cast(Any, t).to_local()) if is_sharded(t) else t
 
 
-def filled(p: Tensor, blocks: Shape, value: float, dtype: torch.dtype) -> Tensor:
-    """A new b for `p`: sharded like it along the dimensions that b keeps."""
+def filled(
+    p: Tensor, blocks: Shape, value: float, dtype: torch.dtype, *, one: bool = False
+) -> Tensor:
+    """A new b for `p`, sharded like it along the dimensions that b keeps; whole if it is `one`."""
     if not is_sharded(p):
         return torch.full(blocks, value, dtype=dtype, device=p.device)
     from torch.distributed.tensor import Replicate, full
 
     kept = [
-        place if place.is_replicate() or blocks[place.dim] == p.shape[place.dim] else Replicate()
+        place
+        if place.is_replicate() or (blocks[place.dim] == p.shape[place.dim] and not one)
+        else Replicate()
         for place in _placements(p)
     ]
     mesh = cast(Any, p).device_mesh
@@ -51,15 +55,14 @@ def check(owner: str, p: Tensor, blocks: Shape) -> None:
             )
 
 
-def cuts(p: Tensor, blocks: Shape) -> tuple[Any, ...]:
+def cuts(p: Tensor, b: Tensor) -> tuple[Any, ...]:
     """The process groups between whose ranks the blocks of `p` are cut; mostly none."""
     if not is_sharded(p):
         return ()
     mesh = cast(Any, p).device_mesh
+    places = enumerate(zip(_placements(p), _placements(b), strict=True))
     return tuple(
-        mesh.get_group(dim)
-        for dim, place in enumerate(_placements(p))
-        if place.is_shard() and blocks[place.dim] != p.shape[place.dim]
+        mesh.get_group(dim) for dim, (of_p, of_b) in places if of_p.is_shard() != of_b.is_shard()
     )
 
 

@@ -1,0 +1,35 @@
+# Every target does its own set-up: a virtual environment in .venv with everything it needs.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test test-faults check format clean
+
+demo: $(VENV)/ready
+	$(RUN) examples/flat_curve.py
+
+test: $(VENV)/ready
+	$(RUN) -m pytest -n 2 -m "not faults and not gpu" --cov=wngrad --cov-report=term:skip-covered
+
+test-faults: $(VENV)/ready
+	$(RUN) -m pytest -m faults
+
+check: $(VENV)/ready
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+	$(MAKE) test
+
+format: $(VENV)/ready
+	$(RUN) -m ruff format .
+	$(RUN) -m ruff check --fix .
+
+# torch comes first and alone: what depends on it must not choose its build.
+$(VENV)/ready: pyproject.toml constraints.txt
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) out .coverage .hypothesis .mypy_cache .ruff_cache

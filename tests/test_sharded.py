@@ -1,0 +1,103 @@
+"""Sharded parameters on real processes: FSDP2 over gloo, even and uneven shards."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from wngrad import WNAdam, WNGrad, neuron_groups
+
+CASES = {
+    "neuron": (WNGrad, {}),
+    "neuron-momentum": (WNGrad, {"momentum": 0.9, "weight_decay": 0.1}),
+    "neuron-adam": (WNAdam, {"b_init": "gradient", "nonfinite": "skip"}),
+    "tensor": (WNGrad, {"per": "tensor"}),
+    "model": (WNGrad, {"per": "model", "b_init": "gradient"}),
+    "model-adam": (WNAdam, {"per": "model"}),
+    "groups": (WNGrad, "groups"),
+}
+
+
+def build() -> nn.Module:
+    """Seven rows on two ranks: an uneven cut, and a bias of one element that one rank lacks."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 1)).double()
+
+
+def optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    make, options = CASES[name]
+    if options == "groups":
+        return make(neuron_groups(model))
+    return make(model.parameters(), **options)
+
+
+def run(name: str, model: nn.Module) -> list[torch.Tensor]:
+    """Five steps on fixed batches; returns all parameters and all b, whole."""
+    opt = optimizer(name, model)
+    for seed in range(5):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)).double()
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+    params = list(model.parameters())
+    tensors = [p.detach() for p in params] + [opt.state[p]["b"] for p in params]
+    return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
+
+
+def worker(rank: int, world: int, names: list[str], file: str, out: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"file://{file}")
+    results = {}
+    for name in names:
+        model = build()
+        plain = [p.detach().clone() for p in run(name, copy.deepcopy(model))]
+        fully_shard(model)
+        sharded = run(name, model)
+        opt = optimizer(name, model)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        with CommDebugMode() as mode:
+            opt.step()
+        results[name] = (plain, sharded, mode.get_total_counts())
+    if rank == 0:
+        torch.save(results, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    with tempfile.TemporaryDirectory() as folder:
+        file, out = str(Path(folder) / "rendezvous"), str(Path(folder) / "out.pt")
+        mp.spawn(worker, (2, list(CASES), file, out), nprocs=2)
+        return torch.load(out, weights_only=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sharded_training_is_plain_training(outcomes, name):
+    """Bit for bit where whole neurons lie on a rank; to float64's rounding where a sum is split."""
+    plain, sharded, _ = outcomes[name]
+    for ours, theirs in zip(sharded, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["neuron", "neuron-momentum", "neuron-adam", "groups"])
+def test_a_step_per_neuron_communicates_nothing(outcomes, name):
+    assert outcomes[name][2] == 0
+
+
+@pytest.mark.parametrize(("name", "sums"), [("tensor", 2), ("model", 1), ("model-adam", 1)])
+def test_a_cut_block_costs_one_small_sum(outcomes, name, sums):
+    """A tensor of one row lies whole on one rank and needs none."""
+    assert outcomes[name][2] == sums
