@@ -151,7 +151,8 @@ def test_sparse_rows_give_exactly_the_dense_result(seed, lam):
         for _ in range(5):
             rows = torch.randint(7, (4,), generator=draw)  # with repetitions
             values = torch.randn(4, 3, generator=draw)
-            sparse.grad = torch.sparse_coo_tensor(rows[None], values, (7, 3), check_invariants=True)
+            with torch.sparse.check_sparse_tensor_invariants():
+                sparse.grad = torch.sparse_coo_tensor(rows[None], values, (7, 3))
             dense.grad = sparse.grad.to_dense()
             one.step()
             other.step()

@@ -58,11 +58,12 @@ def worker(rank: int, world: int, names: list[str], file: str, out: str) -> None
 
     os.environ["OMP_NUM_THREADS"] = "1"
     dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"file://{file}")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
     results = {}
     for name in names:
         model = build()
         plain = [p.detach().clone() for p in run(name, copy.deepcopy(model))]
-        fully_shard(model)
+        fully_shard(model, mesh=mesh)
         sharded = run(name, model)
         opt = optimizer(name, model)
         for p in model.parameters():
