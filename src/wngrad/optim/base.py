@@ -6,7 +6,7 @@ refused before the first change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast, overload
 
 import torch
@@ -78,12 +78,9 @@ class BlockOptimizer(Optimizer):
             raise
 
     def _update(self) -> None:
-        proposals: Iterable[Proposal] = (
-            proposal for family in self._families() for proposal in self._propose(family)
-        )
-        if any(group["nonfinite"] == "raise" for group in self.param_groups):
-            proposals = list(proposals)  # All are looked at before anything changes.
-            self._refuse_nonfinite(proposals)
+        # Whatever can fail, fails here: nothing has changed before the first commit.
+        proposals = [new for family in self._families() for new in self._propose(family)]
+        self._refuse_nonfinite(proposals)
         for proposal in proposals:
             self._commit(proposal)
 
@@ -136,7 +133,7 @@ class BlockOptimizer(Optimizer):
         if part.write_back is not None:
             part.write_back()
 
-    def _refuse_nonfinite(self, proposals: Iterable[Proposal]) -> None:
+    def _refuse_nonfinite(self, proposals: list[Proposal]) -> None:
         for family, part, _, finite, _ in proposals:
             if family.group["nonfinite"] == "raise" and not finite.all():
                 raise ValueError(
