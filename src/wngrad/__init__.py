@@ -11,6 +11,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from wngrad.batch import Certificate as Certificate
+    from wngrad.batch import Claim as Claim
+    from wngrad.batch import EvaluationError as EvaluationError
+    from wngrad.batch import gradient_descent as gradient_descent
+    from wngrad.batch import minimize as minimize
+    from wngrad.batch import minimize_stochastic as minimize_stochastic
+    from wngrad.batch import scipy_method as scipy_method
     from wngrad.optim import NeuronGroups as NeuronGroups
     from wngrad.optim import RateSummary as RateSummary
     from wngrad.optim import WNAdam as WNAdam
@@ -29,6 +36,13 @@ _HOMES = {
     "NeuronGroups": "wngrad.optim",
     "neuron_groups": "wngrad.optim",
     "lipschitz_b_init": "wngrad.optim",
+    "minimize": "wngrad.batch",
+    "minimize_stochastic": "wngrad.batch",
+    "gradient_descent": "wngrad.batch",
+    "scipy_method": "wngrad.batch",
+    "Certificate": "wngrad.batch",
+    "Claim": "wngrad.batch",
+    "EvaluationError": "wngrad.batch",
 }
 
 __all__ = [*_HOMES, "__version__"]

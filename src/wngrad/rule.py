@@ -42,6 +42,16 @@ def descend(x: Array, direction: Array, lam: Array) -> Array:
     return x - lam * direction
 
 
+def step(x: Array, g: Array, b: Array) -> Array:
+    """x_j = x_{j-1} − g/b_{j-1}  (Algs. 1 and 2)."""
+    return x - g / b
+
+
+def adagrad_norm(b: Array, sq_norm: Array, lam: Array) -> Array:
+    """b_j² = b_{j-1}² + λ²‖g‖²: AdaGrad-Norm (Ward, Wu, Bottou 2019), WNGrad's successor."""
+    return (b**2 + lam**2 * sq_norm) ** 0.5
+
+
 def decay(x: Array, lam: Array, weight_decay: Array) -> Array:
     """Decoupled weight decay: x ← x·(1 − λ·w), before the step and outside the norm."""
     return x * (1 - lam * weight_decay)

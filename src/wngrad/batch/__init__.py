@@ -1,0 +1,20 @@
+"""Sections 2 and 3 of the paper as a numerical library: minimizers, bounds and certificates."""
+
+from wngrad.batch.certificate import Certificate, Claim
+from wngrad.batch.minimizer import gradient_descent, minimize, scipy_method
+from wngrad.batch.result import EvaluationError, Result, Status, Trace
+from wngrad.batch.stochastic import StochasticResult, minimize_stochastic
+
+__all__ = [
+    "Certificate",
+    "Claim",
+    "EvaluationError",
+    "Result",
+    "Status",
+    "StochasticResult",
+    "Trace",
+    "gradient_descent",
+    "minimize",
+    "minimize_stochastic",
+    "scipy_method",
+]

@@ -1,0 +1,388 @@
+"""Certificates: the paper's inequalities on a finished run, with both sides' numbers.
+
+A certificate never says "converged". It lists its claims, what it verified, what it took on trust,
+and what it therefore cannot claim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from wngrad.batch import bounds
+
+if TYPE_CHECKING:
+    from wngrad.batch.result import Result
+    from wngrad.batch.stochastic import StochasticResult
+
+# What float64 may lose on the way to either side, relative to the numbers that went in.
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One inequality of the paper, measured on a run: `lhs <= rhs`."""
+
+    name: str  # "Theorem 2.3, case 1: points until ‖∇f‖² ≤ ε"
+    lhs: float
+    rhs: float
+    given: tuple[str, ...] = ()  # what it takes on trust: ("lipschitz=4.0", "f_star=0.0")
+    rounding: float = 0.0  # what floating point may have lost between the sides
+
+    @property
+    def holds(self) -> bool:
+        return self.lhs <= self.rhs + self.rounding
+
+    def __str__(self) -> str:
+        sign = "≤" if self.holds else ">"
+        trust = f"   given {', '.join(self.given)}" if self.given else ""
+        return f"{self.name}: {self.lhs:.6g} {sign} {self.rhs:.6g}{trust}"
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What can be said of a run, and what not."""
+
+    claims: tuple[Claim, ...]
+    verified: tuple[str, ...]  # hypotheses checked on the run itself
+    assumed: tuple[str, ...]  # hypotheses taken on trust
+    refuted: tuple[str, ...]  # hypotheses the run contradicts
+    not_claimed: tuple[str, ...]  # what cannot be said, and why
+    lipschitz_seen: float  # the largest slope of the gradient on the run: a lower estimate of L
+
+    @property
+    def holds(self) -> bool:
+        """Every claim holds, and the run contradicts no hypothesis."""
+        return not self.refuted and all(claim.holds for claim in self.claims)
+
+    def __str__(self) -> str:
+        parts = (
+            ("claims", map(str, self.claims)),
+            ("verified on the run", self.verified),
+            ("taken on trust", self.assumed),
+            ("contradicted by the run", self.refuted),
+            ("not claimed", self.not_claimed),
+        )
+        lines = ["\n  ".join([title, *rows]) for title, rows in _full(parts)]
+        if math.isfinite(self.lipschitz_seen):
+            lines.append(
+                f"largest slope of ∇f seen: {self.lipschitz_seen:.6g} (L is at least that)"
+            )
+        return "\n".join(lines)
+
+
+def _full(parts: tuple[tuple[str, object], ...]) -> Iterator[tuple[str, list[str]]]:
+    for title, rows in parts:
+        if listed := list(rows):  # type: ignore[call-overload]
+            yield title, listed
+
+
+class _Draft:
+    """A certificate in the making."""
+
+    def __init__(self) -> None:
+        self.claims: list[Claim] = []
+        self.verified: list[str] = []
+        self.assumed: list[str] = []
+        self.refuted: list[str] = []
+        self.not_claimed: list[str] = []
+        self.lipschitz_seen = math.nan
+
+    def check(self, text: str, true: bool) -> bool:
+        (self.verified if true else self.refuted).append(text)
+        return true
+
+    def finish(self) -> Certificate:
+        return Certificate(
+            tuple(self.claims),
+            tuple(self.verified),
+            tuple(self.assumed),
+            tuple(self.refuted),
+            tuple(self.not_claimed),
+            self.lipschitz_seen,
+        )
+
+
+def certify(
+    run: Result, *, lipschitz: float | None = None, f_star: float | None = None
+) -> Certificate:
+    """The paper's inequalities on a run of `minimize`.
+
+    Args:
+        run: a finished run. Without `trace=True` only the claims about its ends can be made.
+        lipschitz: L, if you know it. A run with a trace is searched for a slope above it.
+        f_star: a lower bound on f, if you know it.
+
+    Returns:
+        A `Certificate`. Print it.
+
+    Example:
+        >>> res = minimize(lambda x: x @ x, [3.0, -4.0], jac=lambda x: 2 * x, trace=True)
+        >>> print(res.certify(lipschitz=2.0, f_star=0.0).claims[-1])
+        Lemma 2.5: b after k0 = 1: 25.8309 ≤ 210   given lipschitz=2, f_star=0
+    """
+    draft = _Draft()
+    _recursion(draft, run)
+    if run.trace is not None and len(run.trace) > 1:
+        slopes = run.trace.slope[np.isfinite(run.trace.slope)]
+        draft.lipschitz_seen = float(slopes.max()) if slopes.size else math.nan
+    if run.method == "adagrad-norm":
+        draft.not_claimed.append("the paper has no bound for AdaGrad-Norm")
+        return draft.finish()
+    if lipschitz is None or f_star is None:
+        missing = " and ".join(
+            name for name, v in (("lipschitz", lipschitz), ("f_star", f_star)) if v is None
+        )
+        draft.not_claimed.append(f"Lemmas 2.2 to 2.6 and Theorem 2.3: {missing} not given")
+        return draft.finish()
+    _hypotheses(draft, run, lipschitz, f_star)
+    given = (f"lipschitz={lipschitz:g}", f"f_star={f_star:g}")
+    if run.method == "constant":
+        _lemma_2_2(draft, run, lipschitz, f_star, given)
+    else:
+        _theorem_2_3(draft, run, lipschitz, f_star, given)
+        _lemmas(draft, run, lipschitz, f_star, given)
+    _descent_lemma(draft, run, lipschitz)
+    return draft.finish()
+
+
+def _recursion(draft: _Draft, run: Result) -> None:
+    """Was b what the algorithm says? A doctored run fails here."""
+    if run.trace is None or run.method != "wngrad":
+        return
+    b, sq = run.trace.b, run.trace.sq_norm
+    expected = b[:-1] + sq[1:] / b[:-1]
+    off = float(np.max(np.abs(b[1:] - expected) / expected, initial=0.0))
+    draft.claims.append(
+        Claim("Algorithm 1: error of b_j = b_{j-1} + ‖∇f(x_j)‖²/b_{j-1}", off, 1e-12)
+    )
+    ends = max(
+        _apart(run.b, b[-1]),
+        _apart(run.start.b, b[0]),
+        _apart(run.sq_norm, sq[-1]),
+        _apart(run.best, sq.min()),
+        abs(len(b) - 1 - run.nit),
+    )
+    draft.claims.append(Claim("the trace and the result tell the same ends", float(ends), 1e-12))
+    if run.success:
+        draft.claims.append(Claim("‖∇f(x)‖² ≤ ε at the end", float(sq[-1]), run.tol))
+
+
+def _apart(x: float, y: float) -> float:
+    return abs(x - y) / max(abs(x), abs(y), 1e-300)
+
+
+def _hypotheses(draft: _Draft, run: Result, lipschitz: float, f_star: float) -> None:
+    draft.assumed += [f"∇f is Lipschitz with L = {lipschitz:g}", f"f ≥ f* = {f_star:g}"]
+    lowest = min(run.fun, run.start.fun)
+    if run.trace is not None:
+        lowest = float(run.trace.fun.min())
+        # Near a minimum a slope is a quotient of two roundings; only a clear excess contradicts.
+        draft.check(
+            f"no slope of ∇f on the run exceeds L ({draft.lipschitz_seen:.6g} seen)",
+            not draft.lipschitz_seen > lipschitz * 1.01,
+        )
+    slack = _ROUNDING * max(1.0, abs(lowest), abs(f_star))
+    draft.check(f"no f(x_k) lies below f* (lowest {lowest:.6g})", lowest >= f_star - slack)
+
+
+def _gap(run: Result, f_star: float) -> float:
+    return max(0.0, run.start.fun - f_star)
+
+
+def _lemma_2_2(
+    draft: _Draft, run: Result, lipschitz: float, f_star: float, given: tuple[str, ...]
+) -> None:
+    delta = lipschitz / run.start.b
+    if delta > 1:
+        draft.not_claimed.append(f"Lemma 2.2: the step is {delta:.4g}/L, above 1/L")
+        return
+    gap = _gap(run, f_star)
+
+    def steps(tol: float) -> float:
+        return bounds.lemma_2_2_steps(lipschitz=lipschitz, gap=gap, delta=delta, tol=tol)
+
+    _rate_claims(
+        draft, run, f"Lemma 2.2, δ = {delta:.4g}", steps, steps(1.0) / (run.nit + 1), given
+    )
+
+
+def _theorem_2_3(
+    draft: _Draft, run: Result, lipschitz: float, f_star: float, given: tuple[str, ...]
+) -> None:
+    b1, norm, gap = run.start.b, math.sqrt(run.start.sq_norm), _gap(run, f_star)
+    case = 1 if b1 >= lipschitz else 2
+    if case == 2 and not _started_well(draft, run):
+        draft.not_claimed.append("Theorem 2.3, case 2: b₁ < ‖∇f(x₁)‖")
+        return
+
+    def steps(tol: float) -> float:
+        return bounds.theorem_2_3_steps(
+            lipschitz=lipschitz, gap=gap, b1=b1, grad_norm=norm, tol=tol
+        )
+
+    smallest = bounds.theorem_2_3_sq_norm(
+        lipschitz=lipschitz, gap=gap, b1=b1, grad_norm=norm, points=run.nit + 1
+    )
+    _rate_claims(draft, run, f"Theorem 2.3, case {case}", steps, smallest, given)
+
+
+def _rate_claims(
+    draft: _Draft,
+    run: Result,
+    name: str,
+    steps: Callable[[float], float],
+    smallest: float,
+    given: tuple[str, ...],
+) -> None:
+    """A rate, read both ways: how many points to ε, and how small by now."""
+    rounding = _ROUNDING * max(1.0, run.start.sq_norm)
+    if run.success and run.tol > 0:
+        most = max(1.0, math.ceil(steps(run.tol)))
+        text = f"{name}: points until ‖∇f‖² ≤ {run.tol:g}"
+        draft.claims.append(Claim(text, run.nit + 1, most, given))
+    elif run.tol > 0:
+        draft.not_claimed.append(f"{name}: points until ε, since the run ended before it")
+    if math.isfinite(smallest):
+        text = f"{name}: smallest ‖∇f‖² of {run.nit + 1} points"
+        draft.claims.append(Claim(text, run.best, smallest, given, rounding))
+
+
+def _started_well(draft: _Draft, run: Result) -> bool:
+    norm = math.sqrt(run.start.sq_norm)
+    text = f"b₁ = {run.start.b:.6g} ≥ ‖∇f(x₁)‖ = {norm:.6g}"
+    good = run.start.b >= norm * (1 - 1e-15)
+    if good and text not in draft.verified:
+        draft.verified.append(text)
+    return good
+
+
+def _lemmas(
+    draft: _Draft, run: Result, lipschitz: float, f_star: float, given: tuple[str, ...]
+) -> None:
+    if run.trace is None:
+        draft.not_claimed.append("Lemmas 2.4, 2.5 and 2.6: no trace was kept (trace=True)")
+        return
+    trace, b1, norm = run.trace, run.start.b, math.sqrt(run.start.sq_norm)
+    trust = f"lipschitz={lipschitz:g}"
+    reached = np.flatnonzero(trace.b >= lipschitz)
+    _lemma_2_4(draft, run, lipschitz, trust)
+    if reached.size == 0:
+        draft.not_claimed.append("Lemmas 2.5 and 2.6: b never reached L")
+        return
+    k0 = int(reached[0])
+    limit = bounds.lemma_2_5_b(
+        b_k0=float(trace.b[k0]), gap_k0=max(0.0, float(trace.fun[k0]) - f_star)
+    )
+    scale = max(abs(float(trace.fun[k0])), abs(f_star), float(trace.b[-1]))
+    rounding = 8 * _ROUNDING * scale
+    claim = Claim(f"Lemma 2.5: b after k0 = {k0 + 1}", float(trace.b[-1]), limit, given, rounding)
+    draft.claims.append(claim)
+    if k0 == 0:
+        return
+    if not _started_well(draft, run):
+        draft.not_claimed.append("Lemma 2.6, and f in Lemma 2.5: b₁ < ‖∇f(x₁)‖")
+        return
+    f_limit = bounds.lemma_2_5_f(f1=run.start.fun, lipschitz=lipschitz, b1=b1, grad_norm=norm)
+    b_limit = bounds.lemma_2_6_b(lipschitz=lipschitz, b1=b1, grad_norm=norm)
+    draft.claims += [
+        Claim("Lemma 2.5: f(x_{k0})", float(trace.fun[k0]), f_limit, (trust,), rounding),
+        Claim("Lemma 2.6: b_{k0}", float(trace.b[k0]), b_limit, (trust,), rounding),
+    ]
+
+
+def _descent_lemma(draft: _Draft, run: Result, lipschitz: float) -> None:
+    """f(x_{j+1}) ≤ f(x_j) − (1/b_j)(1 − L/(2b_j))‖∇f(x_j)‖², whatever b_j (Lemma A.1)."""
+    if run.trace is None or len(run.trace) < 2:
+        return
+    b, sq, f = run.trace.b[:-1], run.trace.sq_norm[:-1], run.trace.fun
+    bound = f[:-1] - sq / b * (1 - lipschitz / (2 * b))
+    over = f[1:] - bound
+    worst = int(over.argmax())
+    scale = max(1.0, float(np.abs(f[worst : worst + 2]).max()), abs(float(bound[worst])))
+    text = f"Lemma A.1: f(x_j) above the descent it must make, at worst (j = {worst + 2})"
+    given = (f"lipschitz={lipschitz:g}",)
+    draft.claims.append(Claim(text, float(over[worst]), 0.0, given, _ROUNDING * scale))
+
+
+def _lemma_2_4(draft: _Draft, run: Result, lipschitz: float, given: str) -> None:
+    """By point N, b has reached L or some ‖∇f‖² is ≤ ε; ε is the run's smallest ‖∇f‖² but one."""
+    assert run.trace is not None
+    low = float(run.trace.sq_norm[: max(1, len(run.trace) - 1)].min())
+    if low <= 0:
+        return
+    # With ε just under everything seen before the end, b must reach L within N points.
+    tol = low * (1 - 1e-9)
+    n = bounds.lemma_2_4_points(lipschitz=lipschitz, b1=run.start.b, tol=tol)
+    if n <= len(run.trace) - 1:
+        short = lipschitz - float(run.trace.b[n - 1])
+        rounding = _ROUNDING * lipschitz
+        draft.claims.append(Claim(f"Lemma 2.4: L − b_N at N = {n}", short, 0.0, (given,), rounding))
+
+
+def certify_stochastic(
+    run: StochasticResult,
+    *,
+    f_star: float | None = None,
+    diameter: float | None = None,
+    distance: float | None = None,
+    grad_bound: float | None = None,
+    grad_floor: float | None = None,
+) -> Certificate:
+    """Section 3's inequalities on a run of `minimize_stochastic`.
+
+    Args:
+        run: a finished run.
+        f_star: f*.
+        diameter: D, with E‖x_k − x*‖² ≤ D².
+        distance: ‖x₁ − x*‖; D if not given.
+        grad_bound: G, with E‖g_k‖² ≤ G²; the largest ‖g_k‖ of the run if not given.
+        grad_floor: γ ≤ ‖g_k‖; the smallest ‖g_k‖ of the run if not given.
+    """
+    draft = _Draft()
+    if run.method != "wngrad":
+        draft.not_claimed.append("Theorem 3.1 is about WNGrad")
+        return draft.finish()
+    floor = run.grad_min if grad_floor is None else grad_floor
+    bound = run.grad_max if grad_bound is None else grad_bound
+    floored = draft.check(
+        f"every ‖g_k‖ ≥ γ = {floor:.6g} (smallest {run.grad_min:.6g})", run.grad_min >= floor
+    )
+    draft.check(
+        f"every ‖g_k‖ ≤ G = {bound:.6g} (largest {run.grad_max:.6g})", run.grad_max <= bound
+    )
+    started = run.b_first >= run.grad_first * (1 - 1e-15)
+    text = f"b₁ = {run.b_first:.6g} ≥ ‖g₁‖ = {run.grad_first:.6g}"
+    if not (started and floored):
+        draft.not_claimed.append(f"b_k ≥ γ√k and Theorem 3.1: need {text} and ‖g_k‖ ≥ γ")
+        return draft.finish()
+    draft.verified.append(text)
+    k = run.nit + 1
+    least = bounds.lemma_3_3_b(grad_floor=floor, k=k)
+    draft.claims.append(Claim(f"γ√k ≤ b_k at k = {k}", least, run.b, (), _ROUNDING * run.b))
+    if run.fun_mean is None or f_star is None or diameter is None or floor <= 0:
+        draft.not_claimed.append("Theorem 3.1: needs f, f_star, diameter and γ > 0")
+        return draft.finish()
+    limit = bounds.theorem_3_1_gap(
+        grad_bound=bound,
+        grad_floor=floor,
+        diameter=diameter,
+        b1=run.b_first,
+        distance=diameter if distance is None else distance,
+        k=k,
+    )
+    draft.assumed += [
+        "f is convex",
+        f"f* = {f_star:g}",
+        f"E‖x_k − x*‖² ≤ D² with D = {diameter:g}",
+        "the theorem bounds the mean over runs; this is one of them",
+    ]
+    given = (f"f_star={f_star:g}", f"diameter={diameter:g}", f"grad_bound={bound:g}")
+    draft.claims.append(
+        Claim(f"Theorem 3.1: f(x̄_k) − f* at k = {k}", run.fun_mean - f_star, limit, given)
+    )
+    return draft.finish()

@@ -1,0 +1,130 @@
+"""Pictures of runs: b_k and ‖∇f‖² with the paper's bounds drawn in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from wngrad.batch import bounds
+
+if TYPE_CHECKING:
+    from wngrad.batch.result import Result
+    from wngrad.batch.study import Row
+
+COLORS = ("#0b6e99", "#d1495b", "#e0a100", "#3a7d44", "#7b5ea7", "#8c8c8c")
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def runs(
+    named: Sequence[tuple[str, Result]],
+    title: str,
+    lipschitz: float | None,
+    f_star: float | None,
+    path: Path,
+) -> None:
+    """b_k on the left, ‖∇f(x_k)‖² on the right, one colour for each b₁."""
+    plt = _pyplot()
+    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    for (name, res), color in zip(named, COLORS * len(named), strict=False):
+        trace = res.trace
+        assert trace is not None
+        k = np.arange(1, len(trace) + 1)
+        left.plot(k, trace.b, color=color, label=f"b₁ = {name}")
+        right.plot(k, np.maximum(trace.sq_norm, 1e-300), color=color, linewidth=1)
+        if lipschitz is not None and f_star is not None:
+            _bounds(left, right, res, k, lipschitz, f_star, color)
+    if lipschitz is not None:
+        left.axhline(lipschitz, color="black", linewidth=1)
+        left.annotate("L", (1, lipschitz), xytext=(2, 2), textcoords="offset points", fontsize=9)
+    right.axhline(named[0][1].tol, color="black", linewidth=1)
+    right.annotate("ε", (1, named[0][1].tol), xytext=(2, 2), textcoords="offset points", fontsize=9)
+    left.set(
+        xscale="log", yscale="log", xlabel="k", ylabel="b_k", title="b, dashed: Lemma 2.5's limit"
+    )
+    right.set(
+        xscale="log", yscale="log", xlabel="k", ylabel="‖∇f(x_k)‖²",
+        title="gradient, dashed: Theorem 2.3 for the smallest so far",
+    )  # fmt: skip
+    for ax in (left, right):
+        ax.spines[["top", "right"]].set_visible(False)
+    left.legend(frameon=False, fontsize=8)
+    fig.suptitle(title)
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
+
+
+def _bounds(
+    left: Any, right: Any, res: Result, k: Any, lipschitz: float, f_star: float, color: str
+) -> None:
+    trace, norm = res.trace, math.sqrt(res.start.sq_norm)
+    assert trace is not None
+    reached = np.flatnonzero(trace.b >= lipschitz)
+    if reached.size:
+        k0 = int(reached[0])
+        limit = bounds.lemma_2_5_b(
+            b_k0=float(trace.b[k0]), gap_k0=max(0.0, float(trace.fun[k0]) - f_star)
+        )
+        left.hlines(limit, k[k0], k[-1] + 1, color=color, linestyle="--", linewidth=1)
+    if res.start.b < lipschitz and res.start.b < norm * (1 - 1e-15):
+        return  # Theorem 2.3 does not speak of such a start.
+    limits = [
+        bounds.theorem_2_3_sq_norm(
+            lipschitz=lipschitz,
+            gap=max(0.0, res.start.fun - f_star),
+            b1=res.start.b,
+            grad_norm=norm,
+            points=int(n),
+        )
+        for n in k
+    ]
+    right.plot(k, limits, color=color, linestyle="--", linewidth=1)
+
+
+def study(rows: Sequence[Row], max_steps: int, path: Path) -> None:
+    """Steps to tolerance against the starting divisor, a panel for each problem."""
+    plt = _pyplot()
+    names = list(dict.fromkeys(row.problem for row in rows))
+    fig, axes = plt.subplots(
+        2, math.ceil(len(names) / 2), figsize=(12, 6), layout="constrained", sharey=True
+    )
+    labels = {
+        "wngrad": "WNGrad",
+        "adagrad-norm": "AdaGrad-Norm",
+        "constant": "constant step, b = 1/η",
+    }
+    for ax, name in zip(axes.flat, names, strict=False):
+        for (method, label), color in zip(labels.items(), COLORS, strict=False):
+            mine = [r for r in rows if r.problem == name and r.method == method]
+            # A constant step η is drawn at b/L = 1/(ηL), so that all three share an axis.
+            at = [(1 / r.value if method == "constant" else r.value, r) for r in mine]
+            done = sorted((v, max(r.steps, 1)) for v, r in at if r.status == "converged")
+            lost = [v for v, r in at if r.status == "diverged"]
+            late = [v for v, r in at if r.status not in ("converged", "diverged")]
+            ax.plot(
+                *zip(*done, strict=True), "o-", color=color, label=label, markersize=3
+            ) if done else None
+            ax.plot(lost, [max_steps * 2.2] * len(lost), "x", color=color, markersize=5)
+            ax.plot(late, [max_steps * 1.4] * len(late), "^", color=color, markersize=4)
+        ax.set(xscale="log", yscale="log", title=name)
+        ax.axvline(1, color="#bbbbbb", linewidth=1, linestyle=":")
+        ax.spines[["top", "right"]].set_visible(False)
+    for ax in axes[-1]:
+        ax.set_xlabel("starting b over L")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("steps to tolerance")
+    fig.suptitle("× diverged   ▲ not within the limit   dotted: b = L", fontsize=10)
+    axes.flat[0].legend(frameon=False, fontsize=8)
+    fig.savefig(path, dpi=130)
+    plt.close(fig)

@@ -1,0 +1,98 @@
+"""What a minimizer returns: outcomes are values, and say in a sentence what happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from wngrad.batch.certificate import Certificate
+
+
+class Status(IntEnum):
+    """How a run ended. `message` of a result is the sentence."""
+
+    CONVERGED = 0
+    STEP_LIMIT = 1
+    TIME_LIMIT = 2
+    NOT_FINITE = 3
+    STALLED = 4
+    STOPPED = 5
+    RAISED = 6
+
+
+MESSAGES = {
+    Status.CONVERGED: "The tolerance was reached.",
+    Status.STEP_LIMIT: "The limit on steps was reached before the tolerance.",
+    Status.TIME_LIMIT: "The limit on time was reached before the tolerance.",
+    Status.NOT_FINITE: "f or its gradient is not finite at the next point; x is the last good one.",
+    Status.STALLED: "x no longer changes in floating point, above the tolerance.",
+    Status.STOPPED: "The callback stopped the run.",
+    Status.RAISED: "f or its gradient raised at the next point; x is the last good one.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The whole run, point by point: index 0 is x₁, so `b[k - 1]` is the paper's b_k."""
+
+    b: np.ndarray
+    sq_norm: np.ndarray  # ‖∇f(x_k)‖²
+    fun: np.ndarray  # f(x_k)
+    slope: np.ndarray  # ‖∇f(x_{k+1}) − ∇f(x_k)‖/‖x_{k+1} − x_k‖: each at most L
+
+    def __len__(self) -> int:
+        return len(self.b)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run began: what the bounds are stated in."""
+
+    b: float  # b₁
+    sq_norm: float  # ‖∇f(x₁)‖²
+    fun: float  # f(x₁)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished minimization, with the names of scipy's OptimizeResult."""
+
+    x: Any
+    fun: float
+    jac: Any
+    nit: int  # steps taken: x is x_{nit+1}
+    nfev: int
+    njev: int
+    status: Status
+    message: str
+    b: float  # the last b
+    sq_norm: float  # ‖∇f(x)‖²
+    best: float  # the smallest ‖∇f(x_k)‖² of the run
+    tol: float
+    method: str
+    start: Start
+    trace: Trace | None = field(repr=False, default=None)
+
+    @property
+    def success(self) -> bool:
+        return self.status is Status.CONVERGED
+
+    def certify(
+        self, *, lipschitz: float | None = None, f_star: float | None = None
+    ) -> Certificate:
+        """The paper's inequalities on this run; see `wngrad.batch.certificate.certify`."""
+        from wngrad.batch.certificate import certify
+
+        return certify(self, lipschitz=lipschitz, f_star=f_star)
+
+
+class EvaluationError(RuntimeError):
+    """f, its gradient or the callback raised; `result` keeps the last good point."""
+
+    def __init__(self, message: str, result: Result) -> None:
+        super().__init__(message)
+        self.result = result

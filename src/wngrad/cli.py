@@ -1,0 +1,207 @@
+"""The command line: parse, call one function, print."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import numpy as np
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ImportError:  # pragma: no cover
+    sys.exit("wngrad: the command line needs the extra `lab`: pip install 'wngrad[lab]'.")
+
+from wngrad.batch import EvaluationError, Result, minimize
+from wngrad.problems import ZOO, Problem
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Gradient descent that learns its learning rate: check the theory, study the method.",
+)
+
+
+@app.callback()
+def _root() -> None:
+    pass
+
+
+@app.command()
+def certify(
+    problem: Annotated[str, typer.Argument(help=f"One of {', '.join(ZOO)}; or path.py:function.")],
+    b1: Annotated[
+        list[str] | None,
+        typer.Option("--b1", help="b₁: a number, a multiple of L (0.1L), gradient or lipschitz."),
+    ] = None,
+    tol: Annotated[float, typer.Option(help="ε, on the squared gradient norm.")] = 1e-8,
+    max_steps: Annotated[int, typer.Option(help="A limit on steps.")] = 100_000,
+    lipschitz: Annotated[float | None, typer.Option(help="L, if the problem has none.")] = None,
+    f_star: Annotated[float | None, typer.Option(help="A lower bound on f.")] = None,
+    x0: Annotated[str | None, typer.Option(help="The start, as numbers with commas.")] = None,
+    out: Annotated[Path, typer.Option(help="A folder for the picture.")] = Path("out"),
+) -> None:
+    """Run Algorithm 1 from several b₁ and set every bound of the paper beside what was measured."""
+    what = _problem(problem, x0, lipschitz, f_star)
+    named = []
+    for text in b1 or _choices(what):
+        try:
+            res = minimize(
+                what.f,
+                what.x0,
+                jac=what.grad,
+                b_init=_b1(text, what),
+                tol=tol,
+                max_steps=max_steps,
+                trace=True,
+            )
+        except (ValueError, TypeError, EvaluationError) as error:
+            _fail(str(error))
+        named.append((text, res))
+    held = _print_certificates(what, named)
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"certify-{Path(what.name).stem}.png"
+    from wngrad.batch import picture
+
+    picture.runs(named, what.name, what.lipschitz, what.f_star, path)
+    print(f"Wrote {path}.")
+    raise typer.Exit(0 if held else 1)
+
+
+@app.command()
+def study(
+    out: Annotated[Path, typer.Option(help="A folder for the report.")] = Path("out/study"),
+) -> None:
+    """WNGrad over twelve decades of b₁ against constant steps and AdaGrad-Norm: steps to tolerance."""
+    from rich.progress import Progress
+
+    from wngrad.batch import study as study_
+
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("running", total=study_.size())
+        rows = study_.run(lambda: progress.advance(task))
+    for path in study_.write(rows, out):
+        print(f"Wrote {path}.")
+
+
+def main() -> None:
+    app()
+
+
+def _fail(message: str) -> NoReturn:
+    """A user's mistake: one line, exit code 2."""
+    print(f"wngrad: {' '.join(message.split())}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def _choices(problem: Problem) -> list[str]:
+    known = problem.lipschitz is not None
+    return ["gradient", "lipschitz", *(["0.01L", "L", "100L"] if known else ["0.1", "10"])]
+
+
+def _b1(text: str, problem: Problem) -> Any:
+    if text in ("gradient", "lipschitz"):
+        return text
+    scale = problem.lipschitz if text.endswith("L") else 1.0
+    if scale is None:
+        _fail(f"`--b1` {text!r} needs an L: give `--lipschitz`.")
+    try:
+        return scale * float(text.removesuffix("L") or 1)
+    except ValueError:
+        _fail(f"`--b1` must be a number, a multiple of L, gradient or lipschitz, got {text!r}.")
+
+
+def _problem(text: str, x0: str | None, lipschitz: float | None, f_star: float | None) -> Problem:
+    found = ZOO[text]() if text in ZOO else _from_file(text, x0)
+    start = found.x0 if x0 is None else _point(x0)
+    if start.shape != found.x0.shape:
+        _fail(f"`--x0` must have {found.x0.size} numbers, got {start.size}.")
+    return Problem(
+        found.name,
+        found.f,
+        found.grad,
+        start,
+        found.f_star if f_star is None else f_star,
+        found.x_star,
+        found.lipschitz if lipschitz is None else lipschitz,
+    )
+
+
+def _point(text: str) -> Any:
+    try:
+        return np.array([float(part) for part in text.split(",")])
+    except ValueError:
+        _fail(f"`--x0` must be numbers with commas, got {text!r}.")
+
+
+def _from_file(text: str, x0: str | None) -> Problem:
+    """A user's f(x), which returns the value, or (value, gradient)."""
+    file, _, name = text.rpartition(":")
+    if not file:
+        _fail(f"`problem` must be one of {', '.join(ZOO)} or path.py:function, got {text!r}.")
+    if x0 is None:
+        _fail("`--x0` must be given for a function of your own.")
+    f = _load(Path(file), name)
+    start = _point(x0)
+    try:
+        value = f(start)
+    except Exception as error:
+        _fail(f"{text} raised {type(error).__name__} at `--x0`: {error}.")
+    if isinstance(value, tuple):
+        return Problem(name, lambda x: f(x)[0], lambda x: f(x)[1], start)
+    from wngrad.batch.arrays import finite_difference_gradient
+
+    return Problem(name, f, finite_difference_gradient(f), start)
+
+
+def _load(path: Path, name: str) -> Callable[..., Any]:
+    if not path.is_file():
+        _fail(f"`problem` names a file that is not there: {path}.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        _fail(f"`problem` must name a Python file, got {path}.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        _fail(f"{path} could not be run: {type(error).__name__}: {error}.")
+    found = getattr(module, name, None)
+    if not callable(found):
+        _fail(f"{path} has no function {name!r}.")
+    return found
+
+
+def _print_certificates(problem: Problem, named: list[tuple[str, Result]]) -> bool:
+    table = Table(
+        title=f"{problem.name}: L = {_text(problem.lipschitz)}, f* = {_text(problem.f_star)}"
+    )
+    for column in ("b₁", "", "points", "at most", "‖∇f‖²", "b at the end", "claims that hold", ""):
+        table.add_column(column, justify="right" if column else "left")
+    held, notes = True, []
+    for name, res in named:
+        cert = res.certify(lipschitz=problem.lipschitz, f_star=problem.f_star)
+        points = [c for c in cert.claims if "points until" in c.name]
+        most = f"{points[0].rhs:.3g}" if points else "–"
+        good = sum(c.holds for c in cert.claims)
+        table.add_row(
+            name, f"{res.start.b:.4g}", f"{res.nit + 1:,}", most, f"{res.sq_norm:.2e}",
+            f"{res.b:.4g}", f"{good} of {len(cert.claims)}", res.status.name.lower(),
+        )  # fmt: skip
+        notes += [f"b₁ = {name}: {c}" for c in cert.claims if not c.holds]
+        notes += [f"b₁ = {name}: the run contradicts: {text}" for text in cert.refuted]
+        notes += [f"b₁ = {name}: not claimed: {text}" for text in cert.not_claimed]
+        held = held and cert.holds
+    Console().print(table)
+    for note in notes:
+        print(note)
+    return held
+
+
+def _text(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.6g}"
