@@ -36,11 +36,13 @@ class Row:
 TABLE = [
     Row("wngrad", WNGrad, {}),
     Row("wngrad-momentum", WNGrad, {"momentum": 0.9}),
+    Row("wngrad-momentum-decay", WNGrad, {"momentum": 0.9, "weight_decay": 0.1}),
     Row("wngrad-gradient", WNGrad, {"b_init": "gradient"}),
     Row("wngrad-tensor", WNGrad, {"per": "tensor", "weight_decay": 0.01}),
     Row("wngrad-model", WNGrad, {"per": "model", "nonfinite": "skip"}),
     Row("wngrad-slice", WNGrad, {"per": "slice", "hold_1d": True}),
     Row("wnadam", WNAdam, {}),
+    Row("wnadam-decay", WNAdam, {"weight_decay": 0.1}),
     Row("wnadam-gradient", WNAdam, {"b_init": ("gradient", 2.0), "nonfinite": "skip"}),
     Row(
         "wnadam-model",

@@ -202,3 +202,41 @@ def test_fully_sparse_gradients_are_made_dense():
     for x in (p, q):
         WNGrad([x]).step()
     assert torch.equal(p, q)
+
+
+def test_an_absent_held_vector_has_no_say_in_its_relatives_b():
+    w, v = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
+    opt = WNGrad([w, v], per="model", hold_1d=True, b_init="gradient")
+    w.grad, v.grad = torch.ones(2, 2), torch.full((2,), 1000.0)
+    opt.step()
+    v.grad = None
+    opt.step()
+    assert opt.state[w]["b"].item() == 5.0  # 2, then 2 + 4/2, then 4 + 4/4
+
+
+def test_a_single_row_without_entries_keeps_its_relatives_b():
+    p, q = nn.Parameter(torch.zeros(1, 2)), nn.Parameter(torch.zeros(3))
+    opt = WNGrad([p, q], per="model")
+    p.grad, q.grad = torch.zeros(1, 2).to_sparse(1), torch.ones(3)
+    opt.step()
+    assert opt.state[p]["b"].item() == opt.state[q]["b"].item() == 4.0
+
+
+def test_attention_with_other_keys_and_values_keeps_its_projections_apart():
+    attention = nn.MultiheadAttention(4, 2, kdim=3, vdim=5, add_bias_kv=True)
+    groups = neuron_groups(attention)
+    own = [g for g in groups if g["name"] == "MultiheadAttention"]
+    assert all(len(g["params"]) == 1 for g in own)
+    WNGrad(groups)
+
+
+def test_a_layer_with_more_parameters_than_its_type_has_keeps_them_apart():
+    layer = nn.Linear(6, 4)
+    layer.lora_a, layer.scale = nn.Parameter(torch.ones(2, 6)), nn.Parameter(torch.ones(()))
+    groups = neuron_groups(layer)
+    assert [[tuple(p.shape) for p in g["params"]] for g in groups] == [
+        [(4, 6), (4,)],
+        [(2, 6)],
+        [()],
+    ]
+    WNGrad(groups)

@@ -413,3 +413,135 @@ def test_channels_last_and_non_contiguous_tensors_equal_contiguous_ones(per):
             results.append(p.detach().contiguous())
     for result in results[2:]:
         assert any(torch.equal(result, first) for first in results[:2])
+
+
+def test_a_group_may_be_a_single_tensor(optimizer):
+    a, b = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(4, 6))
+    one, other = optimizer([{"params": a}]), optimizer([b])
+    for p, opt in ((a, one), (b, other)):
+        p.grad = torch.ones(4, 6)
+        opt.step()
+    assert torch.equal(a, b)
+    zero = nn.Parameter(torch.zeros(()))
+    assert optimizer([{"params": zero}]).param_groups[0]["params"] == [zero]
+
+
+def test_a_step_at_rate_zero_changes_nothing_at_all(optimizer):
+    """Real gradients, a number or a tensor for λ: parameters, b, buffers and counts stay."""
+    model = network()
+    opt = optimizer(model.parameters())
+    train(model, opt, 3)
+    for zero in (0.0, torch.tensor(0.0)):
+        before = copy.deepcopy(model), [v.clone() for v in flat_state(opt)]
+        opt.param_groups[0]["lr"] = zero
+        train(model, opt, 2)
+        assert same(model, before[0])
+        assert all(torch.equal(x, y) for x, y in zip(before[1], flat_state(opt), strict=True))
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_warm_up_from_zero_makes_no_wild_step(optimizer, as_tensor):
+    """The blocks get their b when the rate leaves zero, and start from nothing else."""
+    draw = torch.Generator().manual_seed(0)
+    p = nn.Parameter(torch.zeros(1000, 1))
+    opt = optimizer([p], lr=torch.tensor(0.0) if as_tensor else 0.0, weight_decay=0.0)
+    for k in range(20):
+        before = p.detach().clone()
+        p.grad = torch.randn(1000, 1, generator=draw) * (0.01 if k > 2 else 1.0)
+        lr = 0.0 if k < 3 else 1.0
+        opt.param_groups[0]["lr"] = torch.tensor(lr) if as_tensor else lr
+        opt.step()
+        mu = opt.param_groups[0].get("momentum", 0.0)
+        assert (p - before).abs().max() <= 0.5 / (1 - mu) * 1.001
+
+
+def test_the_real_checkpoint_api_round_trips(optimizer):
+    """`torch.distributed.checkpoint.state_dict`, plain and flattened, into a fresh optimizer."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    model = network()
+    opt = optimizer(model.parameters())
+    train(model, opt, 3)
+    model.zero_grad()  # With gradients around, torch's API does not make the state it loads into.
+    for flatten in (False, True):
+        options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+        saved = copy.deepcopy(get_optimizer_state_dict(model, opt, options=options))
+        other = optimizer(model.parameters())
+        set_optimizer_state_dict(model, other, saved, options=options)
+        assert same_state(opt, other)
+        assert other.param_groups[0]["lr"] == opt.param_groups[0]["lr"]
+
+
+def test_a_checkpoint_is_matched_by_name_whatever_the_order():
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    model = network()
+    opt = WNGrad(model.parameters(), per=lambda p: (1,) * p.dim())
+    train(model, opt, 2)
+    saved = get_optimizer_state_dict(model, opt)
+    other = WNGrad(reversed(list(model.parameters())), per=lambda p: (1,) * p.dim())
+    set_optimizer_state_dict(model, other, saved)
+    for p in model.parameters():
+        assert torch.equal(opt.state[p]["b"], other.state[p]["b"])
+    train(model, other, 1)
+
+
+def test_a_load_post_hook_of_the_user_has_the_last_word(optimizer):
+    model = network()
+    opt, other = optimizer(model.parameters()), optimizer(model.parameters())
+    train(model, opt, 2)
+    before = [v.clone() for v in flat_state(opt)]
+
+    def fill(loaded):
+        for state in loaded.state.values():
+            state["b"].fill_(7.0)
+
+    other.register_load_state_dict_post_hook(fill)
+    other.load_state_dict(opt.state_dict())
+    assert all((s["b"] == 7).all() for s in other.state.values())
+    assert all(torch.equal(x, y) for x, y in zip(before, flat_state(opt), strict=True))
+
+
+def test_an_optimizer_with_a_callable_per_can_be_pickled():
+    p = nn.Parameter(torch.ones(4, 2))
+    opt = WNGrad([p], per=lambda p: (2, 1))
+    again = pickle.loads(pickle.dumps(opt))
+    assert again.param_groups[0]["per"] == [(2, 1)]
+
+
+def test_what_others_keep_in_the_state_is_left_alone(optimizer):
+    model = network()
+    opt = optimizer(model.parameters())
+    train(model, opt, 1)
+    for state in opt.state.values():
+        state["theirs"] = torch.ones(3)
+    train(model, opt, 1)
+    assert all((s["theirs"] == 1).all() for s in opt.state.values())
+
+
+def test_a_conjugated_gradient_is_resolved(optimizer):
+    a, b = (nn.Parameter(torch.ones(3, 2, dtype=torch.complex64)) for _ in range(2))
+    g = torch.randn(3, 2, dtype=torch.complex64)
+    a.grad, b.grad = g.conj(), g.conj().resolve_conj()
+    for p in (a, b):
+        optimizer([p]).step()
+    assert torch.equal(a, b)
+
+
+def test_hypergradients_are_finite_where_a_row_has_no_gradient():
+    lam = torch.tensor(0.5, requires_grad=True)
+    x = torch.ones(2, 2) + 0 * lam
+    opt = WNGrad([x], lr=lam, b_init="gradient", differentiable=True)
+    for _ in range(2):
+        y = x.clone()
+        (x.grad,) = torch.autograd.grad((y[0] ** 2).sum(), y, create_graph=True)
+        opt.step()
+    (slope,) = torch.autograd.grad((x**2).sum(), lam)
+    assert slope.isfinite()

@@ -26,6 +26,10 @@ BAD = [
     (TypeError, "lr", "0.1", "a number"),
     (TypeError, "lr", None, "a number"),
     (TypeError, "lr", True, "a number"),
+    (ValueError, "lr", 10**400, "finite"),
+    (ValueError, "lr", 1e200, "<= 1e+150"),
+    (ValueError, "b_init", 1e-50, "the range of torch.float32"),
+    (ValueError, "b_init", 1e39, "the range of torch.float32"),
     (ValueError, "b_init", 0.0, "> 0"),
     (ValueError, "b_init", -1.0, "> 0"),
     (ValueError, "b_init", NAN, "> 0"),
@@ -89,6 +93,12 @@ def test_a_bad_group_is_refused_like_a_bad_default_and_not_added(make):
 
 @pytest.mark.parametrize("make", [WNGrad, WNAdam])
 def test_parameters_that_cannot_be_trained_are_refused(make):
+    with pytest.raises(ValueError, match="`params` must be in every group"):
+        make([{"lr": 1.0}])
+    with pytest.raises(TypeError, match="`param_group` must be a dict"):
+        make(params()).add_param_group([1])
+    with pytest.raises(TypeError, match="`params` must hold tensors"):
+        make([(params()[0],)])
     with pytest.raises(TypeError, match=r"`params` must be of a floating-point.*torch.int64"):
         make([torch.ones(2, dtype=torch.int64)])
     with pytest.raises(TypeError, match="`params` must hold tensors, got 3"):
@@ -133,6 +143,29 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_changes(optimizer)
     assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
 
 
+def test_the_state_of_another_kind_of_optimizer_is_refused():
+    model = network()
+    adam = torch.optim.Adam(model.parameters())
+    train(model, adam, 1)
+    with pytest.raises(ValueError, match=r"`state_dict` must hold `b`.*exp_avg"):
+        WNGrad(model.parameters()).load_state_dict(adam.state_dict())
+    plain = WNGrad(model.parameters())
+    train(model, plain, 1)
+    with pytest.raises(ValueError, match="`t` of shape"):
+        WNAdam(model.parameters()).load_state_dict(plain.state_dict())
+
+
+def test_settings_changed_for_the_worse_are_named_at_the_next_step():
+    for key, value in (("nonfinite", "skp"), ("b_init", "grad"), ("per", "layer")):
+        p = nn.Parameter(torch.ones(2))
+        opt = WNGrad([p])
+        opt.param_groups[0][key] = value
+        p.grad = torch.ones(2)
+        with pytest.raises(ValueError, match=f"`{key}`.*{value}"):
+            opt.step()
+        assert (p == 1).all()
+
+
 def test_a_checkpoint_with_other_blocks_is_refused():
     model = network()
     fine, coarse = WNGrad(model.parameters()), WNGrad(model.parameters(), per="tensor")
@@ -155,7 +188,9 @@ def test_a_parameter_that_changed_its_shape_is_refused():
     opt.step()
     p.data, p.grad = torch.ones(4, 2), None
     p.grad = torch.ones(4, 2)
-    with pytest.raises(ValueError, match=r"`params` must keep their shapes, got \(4, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"neither `per` nor a shape may change.*\(3, 1\) instead of \(4, 1\)"
+    ):
         opt.step()
 
 

@@ -204,7 +204,7 @@ def test_n7_a_layer_frozen_and_thawed_is_as_if_it_had_seen_only_its_own_steps(op
     assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("where", ["grad", "state", "lr"])
+@pytest.mark.parametrize("where", ["grad", "b", "t", "buffer", "lr", "nonfinite", "leaf"])
 def test_n8_a_step_that_raises_leaves_all_as_it_was(optimizer, where):
     model = network()
     opt = optimizer([{"params": [p]} for p in model.parameters()])
@@ -215,12 +215,23 @@ def test_n8_a_step_that_raises_leaves_all_as_it_was(optimizer, where):
     if where == "grad":
         opt.param_groups[-1]["weight_decay"] = 0.1
         last.grad = last.grad.to_sparse()
-    elif where == "state":
-        opt.state[last]["b"] = torch.ones(77)
+    elif where == "buffer":
+        opt.param_groups[-1]["momentum"] = 0.9
+        opt.state[last][opt._buffer] = torch.ones(77)
+    elif where in ("b", "t"):
+        opt.state[last][where] = torch.ones(77)
+    elif where == "nonfinite":
+        opt.param_groups[-1]["nonfinite"] = "skp"
+    elif where == "leaf":
+        opt.param_groups[-1]["differentiable"] = True
     else:
         opt.param_groups[-1]["lr"] = torch.ones(2)
     before, state = copy.deepcopy(model), [v.clone() for v in flat_state(opt)]
-    with torch.no_grad(), pytest.raises((ValueError, TypeError)):
+    with torch.no_grad():
+        with pytest.raises((ValueError, TypeError)):
+            opt.step()
+        assert not torch.is_grad_enabled()
+    with pytest.raises((ValueError, TypeError)):
         opt.step()
     assert torch.is_grad_enabled()
     assert same(model, before)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from conftest import network, train
-from wngrad import WNGrad
+from wngrad import WNGrad, neuron_groups
 
 
 def stepped(grads, **options):
@@ -79,9 +79,26 @@ def test_blocks_without_b_nan_and_skips_are_told():
     _, opt = stepped([torch.tensor([1.0, 0.0])], b_init="gradient")
     assert "1 of 2 blocks have seen no gradient yet" in opt.diagnose()[0]
     _, opt = stepped([torch.tensor([1.0, 2.0])], b_init="gradient")
-    assert "b has settled between 2 and 4 in 1 steps" in opt.diagnose()[0]
+    assert "b lies between 2 and 4 after 1 steps" in opt.diagnose()[0]
     _, opt = stepped([torch.tensor([1.0, math.nan])])
     assert "1 of 2 blocks are NaN" in opt.diagnose()[0]
     _, opt = stepped([torch.tensor([1.0, math.nan])] * 3, nonfinite="skip")
     assert "3 blocks with gradients that were not finite have been skipped" in opt.diagnose()[0]
     assert opt.skipped() == 3
+
+
+def test_held_vectors_are_not_blamed_on_lam():
+    _, opt = stepped([torch.ones(3)] * 20, hold_1d=True)
+    assert opt.diagnose() == ["group 0: no b that moves."]
+
+
+@pytest.mark.parametrize("per", ["model", "neuron"])
+def test_a_shared_block_is_counted_once(per):
+    layer = nn.Linear(3, 2)
+    opt = WNGrad(
+        layer.parameters() if per == "model" else neuron_groups(layer), per=per, nonfinite="skip"
+    )
+    for p in layer.parameters():
+        p.grad = torch.full_like(p, math.nan)
+    opt.step()
+    assert opt.skipped() == (1 if per == "model" else 2)

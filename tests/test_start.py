@@ -119,3 +119,36 @@ def test_a_linear_loss_has_no_estimate():
     model = Quadratic(1.0)
     with pytest.raises(ValueError, match=r"`closure`.*`b_init` as a number"):
         lipschitz_b_init(model, lambda: model.x.sum())
+
+
+def test_low_precision_needs_no_larger_radius():
+    """In bfloat16 the default distance would be lost in rounding; it is stretched to fit."""
+    model = nn.Linear(8, 8).to(torch.bfloat16)
+    nn.init.ones_(model.weight)
+    loss = lambda: model.weight.float().square().sum() + model.bias.float().square().sum()  # noqa: E731
+    assert lipschitz_b_init(model, loss) == pytest.approx(2.0, rel=0.05)
+
+
+def test_complex_parameters_count_both_parts():
+    model = nn.Module()
+    model.z = nn.Parameter(torch.ones(4, dtype=torch.complex128))
+    assert lipschitz_b_init(model, lambda: 3 * model.z.abs().square().sum()) == pytest.approx(6.0)
+
+
+def test_nothing_to_train_is_named():
+    model = Quadratic(1.0)
+    model.x.requires_grad_(False)
+    with pytest.raises(ValueError, match="`model` must have a parameter"):
+        lipschitz_b_init(model, model)
+
+
+def test_buffers_that_forward_replaces_are_put_back():
+    model = Quadratic(1.0, 2.0)
+    model.register_buffer("count", torch.zeros(()))
+
+    def closure():
+        model.count = model.count + 1
+        return model()
+
+    lipschitz_b_init(model, closure)
+    assert model.count == 0

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 Nonfinite = Literal["propagate", "skip", "raise"]
 BInit = float | Literal["gradient"] | tuple[Literal["gradient"], float]
 
+_MAX_RATE = 1e150  # λ² must be a number.
 _B_INIT = '`b_init` must be a number, "gradient" or ("gradient", C)'
 
 
@@ -19,7 +21,10 @@ def real(owner: str, name: str, value: object) -> float:
     """`value` as a float; booleans, strings and arrays are refused."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{owner}: `{name}` must be a number, got {value!r}.")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{owner}: `{name}` must be finite, got a number too large.") from None
 
 
 def finite(owner: str, name: str, value: object, *, above: float | None = None) -> float:
@@ -48,10 +53,10 @@ def flag(owner: str, name: str, value: object) -> bool:
 
 def rate(owner: str, value: object) -> float | Tensor:
     """λ: a number ≥ 0, or a tensor of one element."""
-    if not isinstance(value, Tensor):
-        return finite(owner, "lr", value)
-    finite(owner, "lr", scalar(owner, value).item())
-    return value
+    number = scalar(owner, value).item() if isinstance(value, Tensor) else value
+    if finite(owner, "lr", number) > _MAX_RATE:
+        raise ValueError(f"{owner}: `lr` must be <= {_MAX_RATE:g}, got {value!r}.")
+    return value if isinstance(value, Tensor) else real(owner, "lr", value)
 
 
 def scalar(owner: str, lr: Tensor) -> Tensor:
@@ -96,9 +101,37 @@ def common(owner: str, group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def settings(owner: str, group: dict[str, Any]) -> None:
+    """What may have been changed in a group since, looked at before each step."""
+    group["b_init"] = b_init(owner, group["b_init"])
+    nonfinite(owner, group["nonfinite"])
+
+
+def representable(owner: str, start: BInit, dtype: torch.dtype) -> None:
+    """b₁ as a number must be one in b's type."""
+    info = torch.finfo(dtype)
+    if isinstance(start, float) and not info.tiny <= start <= info.max:
+        raise ValueError(
+            f"{owner}: `b_init` must be within {info.tiny:.3g} and {info.max:.3g}, the range of "
+            f"{dtype}, got {start!r}."
+        )
+
+
+def listed(owner: str, group: Any) -> Any:
+    """The parameters of a group as a list; a set is left for torch to refuse."""
+    if not isinstance(group, dict):
+        raise TypeError(f"{owner}: `param_group` must be a dict, got {type(group).__name__}.")
+    if "params" not in group:
+        raise ValueError(f"{owner}: `params` must be in every group, got {sorted(group)}.")
+    params = group["params"]
+    if isinstance(params, Tensor):
+        return [params]
+    return params if isinstance(params, set) else list(params)
+
+
 def parameters(owner: str, params: Any) -> list[Tensor]:
     """The tensors of a group, each of a type that can be trained; torch checks the rest."""
-    tensors = [p[1] if isinstance(p, tuple) else p for p in params]
+    tensors = [p[1] if isinstance(p, tuple) and len(p) == 2 else p for p in params]
     for p in tensors:
         if not isinstance(p, Tensor):
             raise TypeError(f"{owner}: `params` must hold tensors, got {p!r}.")

@@ -72,24 +72,27 @@ def _neurons(module: nn.Module) -> Iterator[_Shared]:
     """The module's own parameters, gathered into those whose blocks are the same neurons."""
     own = list(module.parameters(recurse=False))
     if isinstance(module, _ConvTransposeNd):
-        yield [(p, _transposed(module, p)) for p in own]
+        yield from _alike([(p, _transposed(module, p)) for p in own])
     elif isinstance(module, _BY_ROW):
-        yield [(p, _row(p)) for p in own]
+        yield from _alike([(p, _row(p)) for p in own])
     elif isinstance(module, _BY_ELEMENT):
-        yield [(p, tuple(p.shape)) for p in own]
+        yield from _alike([(p, tuple(p.shape)) for p in own])
     elif isinstance(module, nn.RNNBase):
         for layer in module.all_weights:  # one list per layer and direction
-            yield from _by_rows(layer)
-    elif isinstance(module, nn.MultiheadAttention):
-        yield from _by_rows(own)
+            yield from _alike([(p, _row(p)) for p in layer])
+    elif isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
+        packed = [p for p in own if p.shape[0] == 3 * module.embed_dim]  # weight and bias
+        yield [(p, _row(p)) for p in packed]
+        yield from ([(p, _row(p))] for p in own if p.shape[0] != 3 * module.embed_dim)
     else:
         yield from ([(p, _row(p))] for p in own)
 
 
-def _by_rows(params: Sequence[Tensor]) -> Iterator[_Shared]:
-    """Parameters with equally many rows are the same neurons; a projection has its own."""
-    for rows in dict.fromkeys(p.shape[0] for p in params):
-        yield [(p, _row(p)) for p in params if p.shape[0] == rows]
+def _alike(params: _Shared) -> Iterator[_Shared]:
+    """Those with equally many blocks are the same neurons; others (a projection) have their own."""
+    counts = [torch.Size(shape).numel() for _, shape in params]
+    for count in dict.fromkeys(counts):
+        yield [one for one, n in zip(params, counts, strict=True) if n == count]
 
 
 def _row(p: Tensor) -> Shape:

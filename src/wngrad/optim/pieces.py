@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from wngrad.optim import blocks, sharded
-
-# State that is kept per block or per parameter; all other state has the parameter's own shape.
-SMALL = ("b", "t", "skipped")
+from wngrad.optim.state import SMALL
 
 
 @dataclass(slots=True)
@@ -49,15 +47,13 @@ class Proposal(NamedTuple):
     piece: Piece
     b: Tensor  # the new b; 0 where no gradient has set one yet, NaN where it would be infinite
     finite: Tensor  # blocks whose gradient and b are finite
-    seen: Tensor  # blocks with a gradient other than zero
 
 
-def piece(param: Tensor, state: dict[str, Tensor], *, alone: bool) -> Piece:
+def piece(param: Tensor, state: dict[str, Tensor], buffer: str, alone: bool) -> Piece:
     """The views of one parameter; `alone` if it shares its b with no other."""
-    assert param.grad is not None
-    p, g = sharded.local(param), sharded.local(param.grad)
+    p, g = sharded.local(param), sharded.local_gradient(param).resolve_conj()
     cuts = sharded.cuts(param, state["b"])
-    state = {key: sharded.local(value) for key, value in state.items()}
+    state = {k: sharded.local(v) for k, v in state.items() if k in (*SMALL, buffer)}
     write_back = None
     if g.is_sparse:
         if _by_rows(p, g, state["b"], alone):
@@ -91,7 +87,9 @@ def _rows(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], Callable[[], None]]:
     """The rows a sparse gradient touches, copied out, and how to put them back."""
     index = g.indices()[0]
-    per_row = {key for key, v in state.items() if v.dim() and v.shape[0] == p.shape[0]}
+    # A single row may be untouched, where its b must still be there for its relatives.
+    many = p.shape[0] > 1
+    per_row = {key for key, v in state.items() if many and v.dim() and v.shape[0] == p.shape[0]}
     rows = {key: v.index_select(0, index) if key in per_row else v for key, v in state.items()}
     p_rows = p.index_select(0, index)
 

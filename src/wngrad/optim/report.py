@@ -37,17 +37,13 @@ def rates(opt: Optimizer) -> dict[Tensor, Tensor]:
 def summarize(opt: Optimizer) -> list[RateSummary]:
     out = []
     for group in opt.param_groups:
-        every = [_rate(group, sharded.local(b)).flatten() for b in _of(opt, group, "b")]
+        seen = [sharded.local(opt.state[p]["b"]) for p in _seen(opt, group)]
+        every = [_rate(group, b).flatten() for b in seen]
         flat = torch.cat([r.to(every[0].device) for r in every]) if every else torch.empty(0)
         flat = flat if flat.numel() else flat.new_full((1,), torch.nan)
         low, high = flat.nan_to_num(torch.inf).amin(), flat.nan_to_num(-torch.inf).amax()
-        known = ~flat.isnan().all()
-        nan = torch.full_like(low, torch.nan)
-        out.append(
-            RateSummary(
-                torch.where(known, low, nan), flat.nanmedian(), torch.where(known, high, nan)
-            )
-        )
+        nan = torch.where(flat.isnan().all(), torch.nan, 0.0)
+        out.append(RateSummary(low + nan, flat.nanmedian(), high + nan))
     return out
 
 
@@ -63,9 +59,11 @@ def diagnose(opt: Optimizer) -> list[str]:
 
 
 def _findings(opt: Optimizer, group: dict[str, Any]) -> list[str]:
-    every = [sharded.local(b).flatten().double().cpu() for b in _of(opt, group, "b")]
+    every = [b.flatten().double().cpu() for b in _of(opt, group, "b")]
     steps = max((int(t.max()) for t in _of(opt, group, "t") if t.numel()), default=0)
     b = torch.cat(every) if every else torch.empty(0)
+    if b.numel() == 0 and _seen(opt, group):
+        return ["no b that moves"]  # all of it is held
     if steps == 0 or b.numel() == 0:
         return ["no step taken yet"]
     found = []
@@ -78,7 +76,9 @@ def _findings(opt: Optimizer, group: dict[str, Any]) -> list[str]:
     b = b[b.isfinite() & (b > 0)]
     if b.numel() and not isinstance(group["b_init"], tuple):
         found.append(_growth(b / group["b_init"], steps))
-    return found or [f"b has settled between {b.min():.3g} and {b.max():.3g} in {steps} steps"]
+    elif b.numel():
+        found.append(f"b lies between {b.min():.3g} and {b.max():.3g} after {steps} steps")
+    return found
 
 
 def _growth(growth: Tensor, steps: int) -> str:
@@ -108,11 +108,17 @@ def _seen(opt: Optimizer, group: dict[str, Any]) -> list[Tensor]:
 
 
 def _of(opt: Optimizer, group: dict[str, Any], key: str) -> list[Tensor]:
-    return [opt.state[p][key] for p in _seen(opt, group) if key in opt.state[p]]
+    """This state of a group's parameters, on this rank; where they share their blocks, of one."""
+    params = _seen(opt, group)
+    if group["hold_1d"]:
+        params = [p for p in params if p.dim() != 1]
+    found = [sharded.local(opt.state[p][key]) for p in params if key in opt.state[p]]
+    joint = group["joint"] or group["per"] == "model"
+    return [max(found, key=lambda t: float(t.sum()))] if joint and found else found
 
 
 def _skips(opt: Optimizer, group: dict[str, Any]) -> int:
-    return sum(int(sharded.local(n).sum()) for n in _of(opt, group, "skipped"))
+    return sum(int(n.sum()) for n in _of(opt, group, "skipped"))
 
 
 def _name(group: dict[str, Any]) -> str:

@@ -24,6 +24,14 @@ def local(t: Tensor) -> Tensor:
     return cast(Tensor, cast(Any, t).to_local()) if is_sharded(t) else t
 
 
+def local_gradient(p: Tensor) -> Tensor:
+    """This rank's part of the gradient of `p`, summed over the ranks first if it is partial."""
+    g: Any = p.grad
+    if is_sharded(g) and tuple(g.placements) != tuple(_placements(p)):
+        g = g.redistribute(placements=_placements(p))
+    return local(g)
+
+
 def filled(
     p: Tensor, blocks: Shape, value: float, dtype: torch.dtype, *, one: bool = False
 ) -> Tensor:
@@ -34,7 +42,7 @@ def filled(
 
     kept = [
         place
-        if place.is_replicate() or (blocks[place.dim] == p.shape[place.dim] and not one)
+        if not _cut(place) or (blocks[place.dim] == p.shape[place.dim] and not one)
         else Replicate()
         for place in _placements(p)
     ]
@@ -47,12 +55,32 @@ def check(owner: str, p: Tensor, blocks: Shape) -> None:
     if not is_sharded(p):
         return
     for place in _placements(p):
-        cut = place.is_shard() and blocks[place.dim] not in (1, p.shape[place.dim])
-        if cut or place.is_partial():
+        odd = _cut(place) and blocks[place.dim] not in (1, p.shape[place.dim])
+        if odd or place.is_partial():
             raise ValueError(
                 f"{owner}: `params` placed as {place} cannot be served with b of shape {blocks} "
                 f"for a parameter of shape {tuple(p.shape)}; use `per` = 'neuron' or 'tensor'."
             )
+
+
+def check_joint(owner: str, params: Sequence[Tensor], shapes: Sequence[Shape]) -> None:
+    """Refuse relatives whose blocks do not correspond, or lie on different ranks."""
+    counts = {torch.Size(shape).numel() for shape in shapes}
+    if len(counts) > 1:
+        raise ValueError(
+            f"{owner}: `joint` parameters must have as many blocks each, got {list(shapes)}."
+        )
+    cut = {
+        any(_cut(a) and n[a.dim] == p.shape[a.dim] for a in _placements(p))
+        for p, n in zip(params, shapes, strict=True)
+        if is_sharded(p)
+    }
+    if len(cut) > 1:
+        raise ValueError(
+            f"{owner}: `joint` parameters must be sharded alike, got placements "
+            f"{[tuple(_placements(p)) for p in params]} for b of shapes {list(shapes)}; put the "
+            f"layer into a group of its own with `joint` = False."
+        )
 
 
 def cuts(p: Tensor, b: Tensor) -> tuple[Any, ...]:
@@ -61,9 +89,7 @@ def cuts(p: Tensor, b: Tensor) -> tuple[Any, ...]:
         return ()
     mesh = cast(Any, p).device_mesh
     places = enumerate(zip(_placements(p), _placements(b), strict=True))
-    return tuple(
-        mesh.get_group(dim) for dim, (of_p, of_b) in places if of_p.is_shard() != of_b.is_shard()
-    )
+    return tuple(mesh.get_group(dim) for dim, (of_p, of_b) in places if _cut(of_p) != _cut(of_b))
 
 
 def sum_over_ranks(sq: Tensor, groups: tuple[Any, ...]) -> Tensor:
@@ -72,6 +98,22 @@ def sum_over_ranks(sq: Tensor, groups: tuple[Any, ...]) -> Tensor:
         sq = sq.contiguous()
         torch.distributed.all_reduce(sq, group=group)
     return sq
+
+
+def all_ranks(flags: Tensor, p: Tensor) -> bool:
+    """Whether the flags are all true, on every rank that holds a part of `p`."""
+    good = flags.all()
+    if is_sharded(p):
+        mesh = cast(Any, p).device_mesh
+        count = (~good).to(torch.int32).reshape(1)
+        for dim in range(mesh.ndim):
+            torch.distributed.all_reduce(count, group=mesh.get_group(dim))
+        good = count == 0
+    return bool(good)
+
+
+def _cut(place: Any) -> bool:
+    return not place.is_replicate() and not place.is_partial()  # a strided shard is one, too
 
 
 def _placements(p: Tensor) -> Sequence[Any]:

@@ -52,24 +52,28 @@ def lipschitz_b_init(
     if not isinstance(points, int) or points < 2:
         raise ValueError(f"{owner}: `points` must be an integer >= 2, got {points!r}.")
     params = [p for p in model.parameters() if p.requires_grad]
+    if not params:
+        raise ValueError(f"{owner}: `model` must have a parameter that requires a gradient.")
+    # In a low-precision type a smaller distance would be lost in rounding.
+    far = max(far, *(8 * torch.finfo(p.dtype).eps for p in params), 0.0)
     generator = torch.Generator().manual_seed(seed)
     size = max(1.0, _norm(params))
     pairs = []
     for _ in range(points):
-        away = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in params]
+        away = [torch.randn(p.shape, generator=generator, dtype=_wide(p)) for p in params]
         scale = far * size / _norm(away)
         pairs.append(_gradient_at(model, params, [scale * d for d in away], closure))
-    slopes = [
-        _norm([a - b for a, b in zip(g, h, strict=True)])
-        / _norm([a - b for a, b in zip(u, v, strict=True)])
-        for (u, g), (v, h) in combinations(pairs, 2)
-    ]
-    largest = max(slopes)
-    if not 0 < largest < float("inf"):
+    slopes = []
+    for (u, g), (v, h) in combinations(pairs, 2):
+        apart = _norm([a - b for a, b in zip(u, v, strict=True)])
+        change = _norm([a - b for a, b in zip(g, h, strict=True)])
+        slopes.append(change / apart if apart else math.nan)
+    if not all(map(math.isfinite, slopes)) or max(slopes) == 0:
         raise ValueError(
-            f"{owner}: `closure` must have a gradient that changes near the start, got a slope of "
-            f"{largest!r}; give `b_init` as a number."
+            f"{owner}: `closure` must have a finite gradient that changes near the start, got "
+            f"slopes of {slopes!r}; give `b_init` as a number, or a larger `radius`."
         )
+    largest = max(slopes)
     return lam * largest
 
 
@@ -83,10 +87,10 @@ def _gradient_at(
                 p.add_(d.to(p.device, p.dtype))
         with torch.enable_grad():
             grads = torch.autograd.grad(closure(), params, allow_unused=True)
-        point = [p.detach().double().cpu().clone() for p in params]
+        point = [p.detach().to(_wide(p)).cpu().clone() for p in params]
     zeros = (torch.zeros_like(u) for u in point)
     return point, [
-        z if g is None else g.detach().to_dense().double().cpu()
+        z if g is None else g.detach().to_dense().to(z.dtype).cpu()
         for g, z in zip(grads, zeros, strict=True)
     ]
 
@@ -96,6 +100,8 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     """Puts parameters, buffers and random states back, whatever happens inside."""
     tensors = [*model.parameters(), *model.buffers()]
     before = [t.detach().clone() for t in tensors]
+    grads = [(p, p.grad) for p in model.parameters()]
+    buffers = [(module, dict(module.named_buffers(recurse=False))) for module in model.modules()]
     cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
     with torch.random.fork_rng(devices=cuda):
         try:
@@ -104,7 +110,16 @@ def _untouched(model: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for t, old in zip(tensors, before, strict=True):
                     t.copy_(old)
+            for p, grad in grads:
+                p.grad = grad
+            for module, named in buffers:  # a forward pass may have put new ones in their place
+                for name, buffer in named.items():
+                    setattr(module, name, buffer)
+
+
+def _wide(p: Tensor) -> torch.dtype:
+    return torch.complex128 if p.is_complex() else torch.float64
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
-    return math.sqrt(sum(float(t.detach().double().square().sum()) for t in tensors))
+    return math.sqrt(sum(float(t.detach().to(_wide(t)).abs().square().sum()) for t in tensors))

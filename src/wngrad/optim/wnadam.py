@@ -10,10 +10,11 @@ from torch.optim.optimizer import ParamsT
 
 from wngrad import rule
 from wngrad.optim import door
-from wngrad.optim.base import BlockOptimizer, Group
+from wngrad.optim.base import BlockOptimizer
 from wngrad.optim.blocks import Per
 from wngrad.optim.door import BInit, Nonfinite
 from wngrad.optim.pieces import Family
+from wngrad.optim.state import Group
 
 
 class WNAdam(BlockOptimizer):

@@ -1,0 +1,81 @@
+"""What is kept for a parameter: b, t, the buffer and the count of skips; made, and checked.
+
+`b` and `skipped` have one entry per block, and so has WNAdam's `t`; WNGrad's `t` is one number, its
+count of steps. The buffer has the parameter's shape and dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wngrad.optim import blocks, sharded
+
+Group = dict[str, Any]
+
+# Kept in these types whatever the parameter's dtype; all other state has the parameter's own.
+SMALL = ("b", "t", "skipped")
+
+
+def shape_of(group: Group, i: int) -> blocks.Shape:
+    """The shape of b for parameter `i`."""
+    per = group["per"]
+    shape = tuple(group["params"][i].shape)
+    return tuple(per[i]) if isinstance(per, list) else blocks.named_shape(shape, per)
+
+
+def b_dtype(p: Tensor) -> torch.dtype:
+    """float32, or float64 for parameters of that precision."""
+    double = p.dtype in (torch.float64, torch.complex128)
+    return torch.float64 if double else torch.float32
+
+
+def wanted(
+    group: Group, i: int, buffer: str | None, counts_blocks: bool
+) -> dict[str, blocks.Shape]:
+    """The keys of a parameter's state, and the shape of each."""
+    shape = shape_of(group, i)
+    keys = {"b": shape, "t": shape if counts_blocks else ()}
+    if buffer is not None:
+        keys[buffer] = tuple(group["params"][i].shape)
+    if group["nonfinite"] == "skip":
+        keys["skipped"] = shape
+    return keys
+
+
+def make(group: Group, i: int, state: dict[str, Tensor], keys: dict[str, blocks.Shape]) -> None:
+    """Add what the state lacks."""
+    p = group["params"][i]
+    shape, dtype, one = keys["b"], b_dtype(p), group["per"] == "model"
+    for key in keys.keys() - state.keys():
+        if key == "b":
+            # 0 stands for "not yet": the first gradient will set it.
+            first = 0.0 if isinstance(group["b_init"], tuple) else group["b_init"]
+            state[key] = sharded.filled(p, shape, first, dtype, one=one)
+        elif key == "t" and keys[key] == ():
+            state[key] = torch.zeros((), device=p.device)
+        elif key in SMALL:
+            kind = torch.int32 if key == "skipped" else dtype
+            state[key] = sharded.filled(p, shape, 0, kind, one=one)
+        else:
+            state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+
+def check(
+    owner: str, what: str, p: Tensor, state: dict[str, Any], keys: dict[str, blocks.Shape]
+) -> None:
+    """Refuse state that does not fit its parameter."""
+    for key, shape in keys.items():
+        if key in state and tuple(state[key].shape) != shape:
+            raise ValueError(
+                f"{owner}: {what} must fit the parameters, got `{key}` of shape "
+                f"{tuple(state[key].shape)} instead of {shape} for a parameter of shape "
+                f"{tuple(p.shape)}."
+            )
+    if state and "b" not in state:
+        raise ValueError(
+            f"{owner}: {what} must hold `b` for every parameter that has stepped, got "
+            f"{sorted(state)} for a parameter of shape {tuple(p.shape)}."
+        )

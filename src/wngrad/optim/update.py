@@ -1,0 +1,159 @@
+"""The step itself: first every new b, then every parameter.
+
+`propose` changes nothing, so whatever can fail, fails there; `commit` writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from wngrad import rule
+from wngrad.optim import blocks, sharded
+from wngrad.optim.pieces import Family, Piece, Proposal
+from wngrad.optim.state import Group
+
+# (x, g, b, buffer, t, family) -> (new x, new buffer), by the algorithm's last lines
+Move = Callable[
+    [Tensor, Tensor, Tensor, "Tensor | None", Tensor, Family], "tuple[Tensor, Tensor | None]"
+]
+
+
+def propose(family: Family) -> list[Proposal]:
+    """The new b of every piece: b_j ← b_{j-1} + λ²‖g‖²/b_{j-1}."""
+    group, lam = family.group, family.lam
+    proposals = []
+    for part, sq, b in zip(family.pieces, _norms(family), _shared_b(family), strict=True):
+        wide = b.to(sq.dtype, copy=group["differentiable"])
+        if isinstance(group["b_init"], tuple):
+            wide = _latched(wide, sq, lam, group["b_init"][1], torch.finfo(b.dtype))
+        if not family.hold:
+            # What has no b yet keeps none; 0·‖g‖² lets a NaN show all the same.
+            unset = wide == 0
+            wide = torch.where(unset, 0 * sq, rule.next_b(torch.where(unset, 1, wide), sq, lam))
+        new = wide.to(b.dtype)
+        finite = torch.isfinite(new) & torch.isfinite(sq)
+        # An infinite b would freeze the block for ever, and in silence. NaN shows.
+        new = torch.where(torch.isinf(new), torch.nan, new)
+        proposals.append(Proposal(family, part, new, finite))
+    return proposals
+
+
+def commit(proposal: Proposal, move: Move, buffer: str, counts_blocks: bool) -> None:
+    """Move the parameter, and store what the step proposes."""
+    family, part, b, finite = proposal
+    group, state, live = family.group, part.state, _live(proposal)
+    t = state["t"] + _as_count(family.lam)
+    if counts_blocks and live is not None:
+        t = torch.where(live, state["t"] + 1, state["t"])
+    divisor = torch.where(b == 0, 1, b)  # where there is no b yet nothing is written
+    buffers = state.get(buffer)
+    for p, g, b_, t_, on, buf in _chunks(group, part.p, part.g, divisor, t, live, buffers):
+        x = _working(p, copy=group["differentiable"])
+        m = None if buf is None else _working(buf, copy=group["differentiable"])
+        g_ = _gradient(p, g, group)
+        if group["decoupled_weight_decay"] and group["weight_decay"]:
+            x = rule.decay(x, family.lam, group["weight_decay"])
+        x, m = move(x, g_, b_, m, t_, family)
+        if buf is not None:
+            buf.copy_(m if on is None else torch.where(on, cast(Tensor, m), buf))
+        p.copy_(x if on is None else torch.where(on, x, p))
+    if group["nonfinite"] == "skip":
+        b = torch.where(finite, b, state["b"])
+        state["skipped"].add_(~finite)
+    state["b"].copy_(b)
+    state["t"].copy_(t)
+    if part.write_back is not None:
+        part.write_back()
+
+
+def _live(proposal: Proposal) -> Tensor | None:
+    """The blocks that take this step, or None for all of them.
+
+    Not those that are skipped, those that have no b yet, and none at all if λ is 0: a step without
+    rate leaves buffers and counts alone, as a checkpoint loader's dummy step must.
+    """
+    group, lam = proposal.family.group, proposal.family.lam
+    masks = [lam != 0] if isinstance(lam, Tensor) else []
+    if group["nonfinite"] == "skip":
+        masks.append(proposal.finite)
+    if isinstance(group["b_init"], tuple):
+        masks.append(proposal.b != 0)
+    if not masks:
+        return None
+    live = torch.ones_like(proposal.finite)
+    for mask in masks:
+        live = live & mask
+    return live
+
+
+def _as_count(lam: float | Tensor) -> float | Tensor:
+    return (lam != 0) if isinstance(lam, Tensor) else 1.0
+
+
+def _working(t: Tensor, *, copy: bool = False) -> Tensor:
+    """`t` in float32 or wider; a copy where autograd will want the value from before the step."""
+    return t.to(torch.promote_types(t.dtype, torch.float32), copy=copy)
+
+
+def _gradient(p: Tensor, g: Tensor, group: Group) -> Tensor:
+    """The gradient the rule sees: of −f if maximizing, with coupled weight decay in it."""
+    g = _working(g)
+    if group["maximize"]:
+        g = -g
+    if group["weight_decay"] and not group["decoupled_weight_decay"]:
+        g = g + group["weight_decay"] * _working(p, copy=group["differentiable"])
+    return g
+
+
+def _chunks(group: Group, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    whole = group["differentiable"] or torch.compiler.is_compiling()
+    return blocks.chunks(whole, *cast(tuple[Tensor, ...], tensors))
+
+
+def _sq_norm(part: Piece, group: Group) -> Tensor:
+    """‖g‖² of each block of a piece, on this rank."""
+    shape = tuple(part.state["b"].shape)
+    sums = [
+        blocks.sq_norm(_gradient(p, g, group), shape) for p, g in _chunks(group, part.p, part.g)
+    ]
+    if len(sums) == 1:
+        return sums[0]
+    return torch.stack(sums).sum(0) if shape[0] == 1 else torch.cat(sums)
+
+
+def _norms(family: Family) -> list[Tensor]:
+    """‖g‖² over all parameters that share the block, and over all ranks that hold a part of it."""
+    norms = [_sq_norm(part, family.group) for part in family.pieces]
+    sums: dict[tuple[Any, ...], Tensor] = {}  # what the same ranks share is summed up first
+    for part, sq in zip(family.pieces, norms, strict=True):
+        flat = sq.flatten().to(norms[0].device)
+        sums[part.cuts] = sums[part.cuts] + flat if part.cuts in sums else flat
+    total = sum(sharded.sum_over_ranks(sq, cuts) for cuts, sq in sums.items())
+    return [cast(Tensor, total).to(sq.device).view_as(sq) for sq in norms]
+
+
+def _shared_b(family: Family) -> list[Tensor]:
+    """The b each piece starts from.
+
+    b never decreases, so among relatives the largest is the latest: a parameter that was frozen
+    for a while takes over what the others have reached.
+    """
+    mine = [part.state["b"] for part in family.pieces]
+    if len(mine) + len(family.absent) == 1:
+        return mine
+    every = torch.stack([b.flatten().to(mine[0].device) for b in [*mine, *family.absent]])
+    return [every.amax(0).to(b.device).view_as(b) for b in mine]
+
+
+def _latched(b: Tensor, sq: Tensor, lam: Any, c: float, info: torch.finfo) -> Tensor:
+    """b, or b₁ = C·λ·‖g₁‖ where a block meets its first gradient that is neither 0 nor denormal."""
+    some = sq > 0
+    norm = torch.where(some, torch.where(some, sq, 1).sqrt(), 0)  # √ has no slope at 0
+    b1 = rule.first_b(norm, lam, c)
+    # Below this a gradient's entries may be denormal, with too few digits to start from.
+    floor = info.tiny / info.eps
+    return torch.where((b == 0) & (norm >= floor) & (b1 >= floor), b1, b)
