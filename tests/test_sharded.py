@@ -131,7 +131,7 @@ def two_by_two(rank: int, world: int, file: str, out: str) -> None:
         fully_shard(model, mesh=mesh["dp"])
         results[name] = (plain, run(name, model))
     results["partial"] = partial_gradient(mesh["tp"], SequenceParallel, parallelize_module)
-    results["refused"] = refusals(mesh["dp"], fully_shard, rank)
+    results["refused"] = refusals(mesh["dp"], fully_shard)
     if rank == 0:
         torch.save(results, out)
     dist.barrier()
@@ -144,15 +144,16 @@ def partial_gradient(mesh, style, parallelize):
     wrapped = nn.Sequential(norm)
     parallelize(wrapped, mesh, {"0": style()})
     x = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0)).double()
-    for model in (wrapped, plain):
-        out = model(x)
+    mine = x.chunk(2, dim=1)[mesh.get_local_rank()]  # a sequence is cut between the ranks
+    for model, part in ((wrapped, mine), (plain, x)):
+        out = model(part)
         out = out.full_tensor() if hasattr(out, "full_tensor") else out
         (out**3).sum().backward()
         WNGrad(model.parameters()).step()
     return [plain.weight.detach()], [norm.weight.detach().full_tensor()]
 
 
-def refusals(mesh, shard, rank):
+def refusals(mesh, shard):
     """What cannot be served is named on every rank, and what one rank sees stops them all."""
     messages = []
     layer = nn.ConvTranspose2d(4, 6, 2)
@@ -165,7 +166,7 @@ def refusals(mesh, shard, rank):
     opt = WNGrad(layer.parameters(), nonfinite="raise")
     for p in layer.parameters():
         p.grad = torch.ones_like(p)
-    if rank == 0:
+    if mesh.get_local_rank() == 0:  # one rank of each group
         layer.weight.grad.to_local()[0, 0] = torch.nan
     with pytest.raises(ValueError) as info:  # noqa: PT011
         opt.step()
