@@ -78,7 +78,7 @@ def certify(
 def study(
     out: Annotated[Path, typer.Option(help="A folder for the report.")] = Path("out/study"),
 ) -> None:
-    """WNGrad over twelve decades of b₁ against constant steps and AdaGrad-Norm: steps to tolerance."""
+    """WNGrad over twelve decades of b₁ against constant steps and AdaGrad-Norm."""
     from rich.progress import Progress
 
     from wngrad.batch import study as study_
@@ -171,18 +171,17 @@ def _load(path: Path, name: str) -> Callable[..., Any]:
         spec.loader.exec_module(module)
     except Exception as error:
         _fail(f"{path} could not be run: {type(error).__name__}: {error}.")
-    found = getattr(module, name, None)
-    if not callable(found):
+    found: Callable[..., Any] | None = getattr(module, name, None)
+    if found is None or not callable(found):
         _fail(f"{path} has no function {name!r}.")
     return found
 
 
 def _print_certificates(problem: Problem, named: list[tuple[str, Result]]) -> bool:
-    table = Table(
-        title=f"{problem.name}: L = {_text(problem.lipschitz)}, f* = {_text(problem.f_star)}"
-    )
-    for column in ("b₁", "", "points", "at most", "‖∇f‖²", "b at the end", "claims that hold", ""):
-        table.add_column(column, justify="right" if column else "left")
+    known = f"L = {_text(problem.lipschitz)}, f* = {_text(problem.f_star)}"
+    table = Table(title=f"{problem.name}: {known}")
+    for column in ("start", "b₁", "points", "at most", "‖∇f‖²", "last b", "claims held", "ended"):
+        table.add_column(column, justify="left" if column in ("start", "ended") else "right")
     held, notes = True, []
     for name, res in named:
         cert = res.certify(lipschitz=problem.lipschitz, f_star=problem.f_star)
@@ -197,7 +196,7 @@ def _print_certificates(problem: Problem, named: list[tuple[str, Result]]) -> bo
         notes += [f"b₁ = {name}: the run contradicts: {text}" for text in cert.refuted]
         notes += [f"b₁ = {name}: not claimed: {text}" for text in cert.not_claimed]
         held = held and cert.holds
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
     for note in notes:
         print(note)
     return held

@@ -112,7 +112,7 @@ def minimize(
 
 
 def gradient_descent(f: Callable[..., Any], x0: Any, *, step: float, **options: Any) -> Result:
-    """Gradient descent with a constant step: converges for step ≤ 1/L, may not from 2/L (Lemma 2.2).
+    """Gradient descent with a constant step: converges up to 1/L, may not from 2/L (Lemma 2.2).
 
     Args:
         f: as for `minimize`, and so are all other options.

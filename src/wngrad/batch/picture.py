@@ -50,9 +50,8 @@ def runs(
         left.annotate("L", (1, lipschitz), xytext=(2, 2), textcoords="offset points", fontsize=9)
     right.axhline(named[0][1].tol, color="black", linewidth=1)
     right.annotate("ε", (1, named[0][1].tol), xytext=(2, 2), textcoords="offset points", fontsize=9)
-    left.set(
-        xscale="log", yscale="log", xlabel="k", ylabel="b_k", title="b, dashed: Lemma 2.5's limit"
-    )
+    left.set(xscale="log", yscale="log", xlabel="k", ylabel="b_k")
+    left.set_title("b, dashed: Lemma 2.5's limit")
     right.set(
         xscale="log", yscale="log", xlabel="k", ylabel="‖∇f(x_k)‖²",
         title="gradient, dashed: Theorem 2.3 for the smallest so far",
@@ -92,31 +91,17 @@ def _bounds(
     right.plot(k, limits, color=color, linestyle="--", linewidth=1)
 
 
+LABELS = {"wngrad": "WNGrad", "adagrad-norm": "AdaGrad-Norm", "constant": "constant step, b = 1/η"}
+
+
 def study(rows: Sequence[Row], max_steps: int, path: Path) -> None:
     """Steps to tolerance against the starting divisor, a panel for each problem."""
     plt = _pyplot()
     names = list(dict.fromkeys(row.problem for row in rows))
-    fig, axes = plt.subplots(
-        2, math.ceil(len(names) / 2), figsize=(12, 6), layout="constrained", sharey=True
-    )
-    labels = {
-        "wngrad": "WNGrad",
-        "adagrad-norm": "AdaGrad-Norm",
-        "constant": "constant step, b = 1/η",
-    }
+    columns = math.ceil(len(names) / 2)
+    fig, axes = plt.subplots(2, columns, figsize=(12, 6.2), layout="constrained", sharey=True)
     for ax, name in zip(axes.flat, names, strict=False):
-        for (method, label), color in zip(labels.items(), COLORS, strict=False):
-            mine = [r for r in rows if r.problem == name and r.method == method]
-            # A constant step η is drawn at b/L = 1/(ηL), so that all three share an axis.
-            at = [(1 / r.value if method == "constant" else r.value, r) for r in mine]
-            done = sorted((v, max(r.steps, 1)) for v, r in at if r.status == "converged")
-            lost = [v for v, r in at if r.status == "diverged"]
-            late = [v for v, r in at if r.status not in ("converged", "diverged")]
-            ax.plot(
-                *zip(*done, strict=True), "o-", color=color, label=label, markersize=3
-            ) if done else None
-            ax.plot(lost, [max_steps * 2.2] * len(lost), "x", color=color, markersize=5)
-            ax.plot(late, [max_steps * 1.4] * len(late), "^", color=color, markersize=4)
+        _panel(ax, [r for r in rows if r.problem == name], max_steps)
         ax.set(xscale="log", yscale="log", title=name)
         ax.axvline(1, color="#bbbbbb", linewidth=1, linestyle=":")
         ax.spines[["top", "right"]].set_visible(False)
@@ -124,7 +109,27 @@ def study(rows: Sequence[Row], max_steps: int, path: Path) -> None:
         ax.set_xlabel("starting b over L")
     for ax in axes[:, 0]:
         ax.set_ylabel("steps to tolerance")
-    fig.suptitle("× diverged   ▲ not within the limit   dotted: b = L", fontsize=10)
-    axes.flat[0].legend(frameon=False, fontsize=8)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    title = "× diverged   ▲ not within the limit   dotted: b = L"
+    fig.legend(handles, labels, title=title, loc="outside lower center", ncols=5, frameon=False)
     fig.savefig(path, dpi=130)
     plt.close(fig)
+
+
+def _panel(ax: Any, rows: Sequence[Row], max_steps: int) -> None:
+    for (method, label), color in zip(LABELS.items(), COLORS, strict=False):
+        mine = [r for r in rows if r.method == method]
+        # A constant step η is drawn at b/L = 1/(ηL), so that all methods share an axis.
+        at = sorted(
+            (1 / r.value if method == "constant" else r.value, r.status, r.steps) for r in mine
+        )
+        done = [(v, max(steps, 1)) for v, status, steps in at if status == "converged"]
+        lost = [v for v, status, _ in at if status == "diverged"]
+        late = [v for v, status, _ in at if status not in ("converged", "diverged")]
+        ax.plot([v for v, _ in done], [n for _, n in done], "o-", color=color, label=label, ms=3)
+        ax.plot(lost, [max_steps * 2.6] * len(lost), "x", color=color, ms=5)
+        ax.plot(late, [max_steps * 1.5] * len(late), "^", color=color, ms=4)
+    starts = [r for r in rows if r.method.startswith("wngrad, ")]
+    for row, marker, text in zip(starts, "*D", ("‖∇f(x₁)‖", "sampled slopes"), strict=False):
+        high = row.steps if row.status == "converged" else max_steps * 1.5
+        ax.plot([row.value], [high], marker, color="black", ms=7, label=f"WNGrad, b₁ = {text}")

@@ -113,11 +113,10 @@ def markdown(rows: list[Row]) -> str:
     lines = [
         "# How much does b₁ matter?",
         "",
-        f"Steps until ‖∇f‖² ≤ {TOL:g}, at most {MAX_STEPS:,}: WNGrad (Algorithm 1 to the letter) and "
-        "AdaGrad-Norm with b₁",
-        "from 10⁻⁶·L to 10⁶·L, constant steps η from 0.01/L to 100/L, and Remark 2.2's two starts. "
-        "Everything is",
-        "deterministic (n = 1 run for each setting). Made by `wngrad study`.",
+        f"Steps until ‖∇f‖² ≤ {TOL:g}, at most {MAX_STEPS:,}: WNGrad (Algorithm 1 to the letter) "
+        "and AdaGrad-Norm with b₁ from 10⁻⁶·L to 10⁶·L, constant steps η from 0.01/L to 100/L, and "
+        "Remark 2.2's two starts. Everything is deterministic (n = 1 run for each setting). Made by "
+        "`wngrad study`.",
         "",
         "![Steps against the starting b over L](study.png)",
         "",
@@ -152,19 +151,20 @@ def _reading(rows: list[Row]) -> list[str]:
     lost = sum(r.status == "diverged" for r in above)
     wild = sum(r.status == "diverged" for r in wngrad)
     far = min(r.steps for r in _of(rows, "constant", "far start") if r.status == "converged")
+    starts = [converged(_of(rows, f"wngrad, {start}")) for start in STARTS]
     return [
-        f"- Started from ‖∇f(x₁)‖, the default, WNGrad converges in "
-        f"{converged(_of(rows, 'wngrad, gradient'))} problems; from the sampled Lipschitz estimate "
-        f"in {converged(_of(rows, 'wngrad, lipschitz'))}.",
-        f"- With b₁ between L/10 and 10·L it converges in {converged(near)} runs, and it diverges in "
-        f"{wild} of all {len(wngrad)}. Constant steps above 2/L diverge in {lost} of {len(above)}.",
-        f"- With b₁ below L/10 it converges in {converged(low)} runs: the first step, ∇f(x₁)/b₁, throws "
-        "x far away, the gradient found there makes b huge, and b never comes down. The theorem asks "
-        "for b₁ ≥ ‖∇f(x₁)‖ for a reason.",
+        f"- Started from ‖∇f(x₁)‖, the default, WNGrad converges in {starts[0]} problems; from the "
+        f"sampled Lipschitz estimate in {starts[1]}.",
+        f"- With b₁ between L/10 and 10·L it converges in {converged(near)} runs, and it diverges "
+        f"in {wild} of all {len(wngrad)}. Constant steps above 2/L diverge in {lost} of "
+        f"{len(above)}.",
+        f"- With b₁ below L/10 it converges in {converged(low)} runs: the first step, ∇f(x₁)/b₁, "
+        "throws x far away, the gradient found there makes b huge, and b never comes down. The "
+        "theorem asks for b₁ ≥ ‖∇f(x₁)‖ for a reason.",
         "- With b₁ far above L WNGrad is gradient descent at the rate 1/b₁, and as slow as that.",
         f'- Where f(x₁) − f* is far above L ("far start") b overshoots from any b₁: '
-        f"{converged(_of(rows, 'wngrad', 'far start'))} runs converge, where the best constant step "
-        f"takes {far:,}. AdaGrad-Norm: {converged(_of(rows, 'adagrad-norm', 'far start'))}.",
+        f"{converged(_of(rows, 'wngrad', 'far start'))} runs converge, where the best constant "
+        f"step takes {far:,}. AdaGrad-Norm: {converged(_of(rows, 'adagrad-norm', 'far start'))}.",
     ]
 
 
