@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -48,7 +49,7 @@ def certify(
     out: Annotated[Path, typer.Option(help="A folder for the picture.")] = Path("out"),
 ) -> None:
     """Run Algorithm 1 from several b₁ and set every bound of the paper beside what was measured."""
-    what = _problem(problem, x0, lipschitz, f_star)
+    what, exact = _problem(problem, x0, lipschitz, f_star)
     named = []
     for text in b1 or _choices(what):
         try:
@@ -64,7 +65,7 @@ def certify(
         except (ValueError, TypeError, EvaluationError) as error:
             _fail(str(error))
         named.append((text, res))
-    held = _print_certificates(what, named)
+    held = _print_certificates(what, named, None if exact else 1e-6)
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"certify-{Path(what.name).stem}.png"
     from wngrad.batch import picture
@@ -122,15 +123,12 @@ def _problem(text: str, x0: str | None, lipschitz: float | None, f_star: float |
     start = found.x0 if x0 is None else _point(x0)
     if start.shape != found.x0.shape:
         _fail(f"`--x0` must have {found.x0.size} numbers, got {start.size}.")
-    return Problem(
-        found.name,
-        found.f,
-        found.grad,
-        start,
-        found.f_star if f_star is None else f_star,
-        found.x_star,
-        found.lipschitz if lipschitz is None else lipschitz,
-    )
+    return replace(
+        found,
+        x0=start,
+        f_star=found.f_star if f_star is None else f_star,
+        lipschitz=found.lipschitz if lipschitz is None else lipschitz,
+    ), exact
 
 
 def _point(text: str) -> Any:
@@ -140,7 +138,7 @@ def _point(text: str) -> Any:
         _fail(f"`--x0` must be numbers with commas, got {text!r}.")
 
 
-def _from_file(text: str, x0: str | None) -> Problem:
+def _from_file(text: str, x0: str | None) -> tuple[Problem, bool]:
     """A user's f(x), which returns the value, or (value, gradient)."""
     file, _, name = text.rpartition(":")
     if not file:
@@ -154,10 +152,11 @@ def _from_file(text: str, x0: str | None) -> Problem:
     except Exception as error:
         _fail(f"{text} raised {type(error).__name__} at `--x0`: {error}.")
     if isinstance(value, tuple):
-        return Problem(name, lambda x: f(x)[0], lambda x: f(x)[1], start)
+        return Problem(name, lambda x: f(x)[0], lambda x: f(x)[1], start), True
     from wngrad.batch.arrays import finite_difference_gradient
 
-    return Problem(name, f, finite_difference_gradient(f), start)
+    print("The gradient is taken by finite differences: claims hold to 1e-6.")
+    return Problem(name, f, finite_difference_gradient(f), start), False
 
 
 def _load(path: Path, name: str) -> Callable[..., Any]:
@@ -177,14 +176,16 @@ def _load(path: Path, name: str) -> Callable[..., Any]:
     return found
 
 
-def _print_certificates(problem: Problem, named: list[tuple[str, Result]]) -> bool:
+def _print_certificates(
+    problem: Problem, named: list[tuple[str, Result]], rounding: float | None
+) -> bool:
     known = f"L = {_text(problem.lipschitz)}, f* = {_text(problem.f_star)}"
     table = Table(title=f"{problem.name}: {known}")
     for column in ("start", "b₁", "points", "at most", "‖∇f‖²", "last b", "claims held", "ended"):
         table.add_column(column, justify="left" if column in ("start", "ended") else "right")
     held, notes = True, []
     for name, res in named:
-        cert = res.certify(lipschitz=problem.lipschitz, f_star=problem.f_star)
+        cert = res.certify(lipschitz=problem.lipschitz, f_star=problem.f_star, rounding=rounding)
         points = [c for c in cert.claims if "points until" in c.name]
         most = f"{points[0].rhs:.3g}" if points else "–"
         good = sum(c.holds for c in cert.claims)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from wngrad.batch.stochastic import StochasticResult
 
 # What float64 may lose on the way to either side, relative to the numbers that went in.
-_ROUNDING = 1e-12
+ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,8 @@ def _full(parts: tuple[tuple[str, object], ...]) -> Iterator[tuple[str, list[str
 class _Draft:
     """A certificate in the making."""
 
-    def __init__(self) -> None:
+    def __init__(self, rounding: float = ROUNDING) -> None:
+        self.rounding = rounding
         self.claims: list[Claim] = []
         self.verified: list[str] = []
         self.assumed: list[str] = []
@@ -108,7 +109,11 @@ class _Draft:
 
 
 def certify(
-    run: Result, *, lipschitz: float | None = None, f_star: float | None = None
+    run: Result,
+    *,
+    lipschitz: float | None = None,
+    f_star: float | None = None,
+    rounding: float = ROUNDING,
 ) -> Certificate:
     """The paper's inequalities on a run of `minimize`.
 
@@ -116,16 +121,18 @@ def certify(
         run: a finished run. Without `trace=True` only the claims about its ends can be made.
         lipschitz: L, if you know it. A run with a trace is searched for a slope above it.
         f_star: a lower bound on f, if you know it.
+        rounding: what may be lost on the way to either side of a claim, relative to the numbers
+            that went in; more than the default for gradients by finite differences.
 
     Returns:
         A `Certificate`. Print it.
 
     Example:
         >>> res = minimize(lambda x: x @ x, [3.0, -4.0], jac=lambda x: 2 * x, trace=True)
-        >>> print(res.certify(lipschitz=2.0, f_star=0.0).claims[-1])
-        Lemma 2.5: b after k0 = 1: 25.8309 ≤ 210   given lipschitz=2, f_star=0
+        >>> print(res.certify(lipschitz=2.0, f_star=0.0).claims[-2])
+        Lemma 2.5: b after k0 = 1: 30.2089 ≤ 210   given lipschitz=2, f_star=0
     """
-    draft = _Draft()
+    draft = _Draft(rounding)
     _recursion(draft, run)
     if run.trace is not None and len(run.trace) > 1:
         slopes = run.trace.slope[np.isfinite(run.trace.slope)]
@@ -186,7 +193,7 @@ def _hypotheses(draft: _Draft, run: Result, lipschitz: float, f_star: float) -> 
             f"no slope of ∇f on the run exceeds L ({draft.lipschitz_seen:.6g} seen)",
             not draft.lipschitz_seen > lipschitz * 1.01,
         )
-    slack = _ROUNDING * max(1.0, abs(lowest), abs(f_star))
+    slack = draft.rounding * max(1.0, abs(lowest), abs(f_star))
     draft.check(f"no f(x_k) lies below f* (lowest {lowest:.6g})", lowest >= f_star - slack)
 
 
@@ -240,7 +247,7 @@ def _rate_claims(
     given: tuple[str, ...],
 ) -> None:
     """A rate, read both ways: how many points to ε, and how small by now."""
-    rounding = _ROUNDING * max(1.0, run.start.sq_norm)
+    rounding = draft.rounding * max(1.0, run.start.sq_norm)
     if run.success and run.tol > 0:
         most = max(1.0, math.ceil(steps(run.tol)))
         text = f"{name}: points until ‖∇f‖² ≤ {run.tol:g}"
@@ -279,7 +286,7 @@ def _lemmas(
         b_k0=float(trace.b[k0]), gap_k0=max(0.0, float(trace.fun[k0]) - f_star)
     )
     scale = max(abs(float(trace.fun[k0])), abs(f_star), float(trace.b[-1]))
-    rounding = 8 * _ROUNDING * scale
+    rounding = 8 * draft.rounding * scale
     claim = Claim(f"Lemma 2.5: b after k0 = {k0 + 1}", float(trace.b[-1]), limit, given, rounding)
     draft.claims.append(claim)
     if k0 == 0:
@@ -306,7 +313,7 @@ def _descent_lemma(draft: _Draft, run: Result, lipschitz: float) -> None:
     scale = max(1.0, float(np.abs(f[worst : worst + 2]).max()), abs(float(bound[worst])))
     text = f"Lemma A.1: f(x_j) above the descent it must make, at worst (j = {worst + 2})"
     given = (f"lipschitz={lipschitz:g}",)
-    draft.claims.append(Claim(text, float(over[worst]), 0.0, given, _ROUNDING * scale))
+    draft.claims.append(Claim(text, float(over[worst]), 0.0, given, draft.rounding * scale))
 
 
 def _lemma_2_4(draft: _Draft, run: Result, lipschitz: float, given: str) -> None:
@@ -320,7 +327,7 @@ def _lemma_2_4(draft: _Draft, run: Result, lipschitz: float, given: str) -> None
     n = bounds.lemma_2_4_points(lipschitz=lipschitz, b1=run.start.b, tol=tol)
     if n <= len(run.trace) - 1:
         short = lipschitz - float(run.trace.b[n - 1])
-        rounding = _ROUNDING * lipschitz
+        rounding = draft.rounding * lipschitz
         draft.claims.append(Claim(f"Lemma 2.4: L − b_N at N = {n}", short, 0.0, (given,), rounding))
 
 
@@ -363,7 +370,7 @@ def certify_stochastic(
     draft.verified.append(text)
     k = run.nit + 1
     least = bounds.lemma_3_3_b(grad_floor=floor, k=k)
-    draft.claims.append(Claim(f"γ√k ≤ b_k at k = {k}", least, run.b, (), _ROUNDING * run.b))
+    draft.claims.append(Claim(f"γ√k ≤ b_k at k = {k}", least, run.b, (), draft.rounding * run.b))
     if run.fun_mean is None or f_star is None or diameter is None or floor <= 0:
         draft.not_claimed.append("Theorem 3.1: needs f, f_star, diameter and γ > 0")
         return draft.finish()

@@ -45,17 +45,15 @@ def runs(
         right.plot(k, np.maximum(trace.sq_norm, 1e-300), color=color, linewidth=1)
         if lipschitz is not None and f_star is not None:
             _bounds(left, right, res, k, lipschitz, f_star, color)
-    if lipschitz is not None:
-        left.axhline(lipschitz, color="black", linewidth=1)
-        left.annotate("L", (1, lipschitz), xytext=(2, 2), textcoords="offset points", fontsize=9)
-    right.axhline(named[0][1].tol, color="black", linewidth=1)
-    right.annotate("ε", (1, named[0][1].tol), xytext=(2, 2), textcoords="offset points", fontsize=9)
+    marks = [(right, named[0][1].tol, "ε"), *([(left, lipschitz, "L")] if lipschitz else [])]
+    for ax, height, text in marks:
+        ax.axhline(height, color="black", linewidth=1)
+        at = ax.get_yaxis_transform()  # x as a fraction of the panel
+        ax.annotate(text, (0.98, height), xycoords=at, xytext=(0, 3), textcoords="offset points")
     left.set(xscale="log", yscale="log", xlabel="k", ylabel="b_k")
-    left.set_title("b, dashed: Lemma 2.5's limit")
-    right.set(
-        xscale="log", yscale="log", xlabel="k", ylabel="‖∇f(x_k)‖²",
-        title="gradient, dashed: Theorem 2.3 for the smallest so far",
-    )  # fmt: skip
+    left.set_title("b; dashed, Lemma 2.5's limit")
+    right.set(xscale="log", yscale="log", xlabel="k", ylabel="‖∇f(x_k)‖²")
+    right.set_title("gradient; dashed, Theorem 2.3's limit")
     for ax in (left, right):
         ax.spines[["top", "right"]].set_visible(False)
     left.legend(frameon=False, fontsize=8)
@@ -117,7 +115,8 @@ def study(rows: Sequence[Row], max_steps: int, path: Path) -> None:
 
 
 def _panel(ax: Any, rows: Sequence[Row], max_steps: int) -> None:
-    for (method, label), color in zip(LABELS.items(), COLORS, strict=False):
+    for i, ((method, label), color) in enumerate(zip(LABELS.items(), COLORS, strict=False)):
+        above = max_steps * 1.35 ** (i + 1)  # each method's own line for what did not arrive
         mine = [r for r in rows if r.method == method]
         # A constant step η is drawn at b/L = 1/(ηL), so that all methods share an axis.
         at = sorted(
@@ -127,9 +126,9 @@ def _panel(ax: Any, rows: Sequence[Row], max_steps: int) -> None:
         lost = [v for v, status, _ in at if status == "diverged"]
         late = [v for v, status, _ in at if status not in ("converged", "diverged")]
         ax.plot([v for v, _ in done], [n for _, n in done], "o-", color=color, label=label, ms=3)
-        ax.plot(lost, [max_steps * 2.6] * len(lost), "x", color=color, ms=5)
-        ax.plot(late, [max_steps * 1.5] * len(late), "^", color=color, ms=4)
+        ax.plot(lost, [above] * len(lost), "x", color=color, ms=5)
+        ax.plot(late, [above] * len(late), "^", color=color, ms=4)
     starts = [r for r in rows if r.method.startswith("wngrad, ")]
     for row, marker, text in zip(starts, "*D", ("‖∇f(x₁)‖", "sampled slopes"), strict=False):
-        high = row.steps if row.status == "converged" else max_steps * 1.5
+        high = row.steps if row.status == "converged" else max_steps * 1.35
         ax.plot([row.value], [high], marker, color="black", ms=7, label=f"WNGrad, b₁ = {text}")

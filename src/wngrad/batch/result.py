@@ -82,12 +82,17 @@ class Result:
         return self.status is Status.CONVERGED
 
     def certify(
-        self, *, lipschitz: float | None = None, f_star: float | None = None
+        self,
+        *,
+        lipschitz: float | None = None,
+        f_star: float | None = None,
+        rounding: float | None = None,
     ) -> Certificate:
         """The paper's inequalities on this run; see `wngrad.batch.certificate.certify`."""
-        from wngrad.batch.certificate import certify
+        from wngrad.batch.certificate import ROUNDING, certify
 
-        return certify(self, lipschitz=lipschitz, f_star=f_star)
+        loss = ROUNDING if rounding is None else rounding
+        return certify(self, lipschitz=lipschitz, f_star=f_star, rounding=loss)
 
 
 class EvaluationError(RuntimeError):

@@ -115,8 +115,8 @@ def markdown(rows: list[Row]) -> str:
         "",
         f"Steps until ‖∇f‖² ≤ {TOL:g}, at most {MAX_STEPS:,}: WNGrad (Algorithm 1 to the letter) "
         "and AdaGrad-Norm with b₁ from 10⁻⁶·L to 10⁶·L, constant steps η from 0.01/L to 100/L, and "
-        "Remark 2.2's two starts. Everything is deterministic (n = 1 run for each setting). Made by "
-        "`wngrad study`.",
+        "Remark 2.2's two starts. Everything is deterministic (n = 1 run for each setting). "
+        "Made by `wngrad study`.",
         "",
         "![Steps against the starting b over L](study.png)",
         "",

@@ -1,0 +1,102 @@
+"""The command line: what it prints, what it writes, and how it fails."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from wngrad.batch import study
+from wngrad.cli import app
+
+
+def call(*words: str):
+    return CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
+
+
+@pytest.mark.parametrize("name", ["booth", "rosenbrock", "mccormick"])
+def test_certify_prints_a_table_and_writes_a_picture(name, tmp_path):
+    done = call("certify", name, "--out", str(tmp_path), "--max-steps", "500")
+    assert done.exit_code == 0, done.output
+    assert "claims held" in done.output
+    picture = tmp_path / f"certify-{name}.png"
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_certify_takes_several_b1(tmp_path):
+    done = call(
+        "certify", "booth", "--b1", "2", "--b1", "0.5L", "--b1", "L", "--out", str(tmp_path)
+    )
+    assert done.exit_code == 0
+    for text in ("│ 2 ", "│ 0.5L", "│ L "):
+        assert text in done.output
+
+
+def test_certify_takes_a_function_of_yours(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def f(x):\n    return float(x @ x)\ndef both(x):\n    return x @ x, 2 * x\n")
+    for name in ("f", "both"):
+        done = call(
+            "certify", f"{file}:{name}", "--x0", "3,-4", "--lipschitz", "2", "--f-star", "0",
+            "--out", str(tmp_path),
+        )  # fmt: skip
+        assert done.exit_code == 0, done.output
+        assert "converged" in done.output
+
+
+def test_a_claim_that_fails_is_printed_and_is_exit_code_one(tmp_path):
+    done = call("certify", "booth", "--lipschitz", "1", "--b1", "gradient", "--out", str(tmp_path))
+    assert done.exit_code == 1
+    assert "the run contradicts" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["certify", "nonsense"], "`problem` must be one of"),
+        (["certify", "missing.py:f", "--x0", "1"], "not there"),
+        (["certify", "missing.py:f"], "`--x0` must be given"),
+        (["certify", "booth", "--b1", "many"], "`--b1` must be a number"),
+        (["certify", "booth", "--b1", "-1"], "`b_init` must be a number > 0"),
+        (["certify", "booth", "--x0", "1,a"], "`--x0` must be numbers"),
+        (["certify", "booth", "--x0", "1,2,3"], "`--x0` must have 2 numbers"),
+        (["certify", "rosenbrock", "--b1", "L"], "needs an L"),
+        (["certify", "booth", "--tol", "-1"], "`tol` must be >= 0"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_two(words, message, tmp_path):
+    done = call(*words, "--out", str(tmp_path))
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def f(x: return 1", "could not be run: SyntaxError"),
+        ("import nothing_of_that_name", "could not be run: ModuleNotFoundError"),
+        ("g = 3", "has no function 'f'"),
+        ("def f(x):\n    raise KeyError('w')", "raised KeyError"),
+    ],
+)
+def test_a_file_with_an_error_in_it_is_one_line(text, message, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    done = call("certify", f"{file}:f", "--x0", "1", "--out", str(tmp_path))
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_study_writes_records_a_table_and_a_picture(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "MAX_STEPS", 60)
+    monkeypatch.setattr(study, "TOL", 1e-1)
+    done = call("study", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    rows = json.loads((tmp_path / "study.json").read_text())["rows"]
+    assert len(rows) == study.size()
+    table = (tmp_path / "study.md").read_text()
+    assert table.count("\n| ") == 1 + 8 * 5
+    assert (tmp_path / "study.png").stat().st_size > 10_000

@@ -1,0 +1,353 @@
+"""Algorithm 1 as a minimizer: its steps, its outcomes, and who may call it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import paper
+from wngrad import EvaluationError, gradient_descent, minimize, scipy_method
+from wngrad.batch import Status
+from wngrad.problems import ZOO, logistic, quadratic, styblinski_tang
+
+BOWL = quadratic((1.0, 3.0, 10.0))
+
+
+def bowl(**options):
+    return minimize(BOWL.f, BOWL.x0, jac=BOWL.grad, **options)
+
+
+@pytest.mark.parametrize("b1", [0.5, 5.0, 50.0])
+def test_fifty_steps_match_algorithm_1_on_plain_floats(b1):
+    res = bowl(b_init=b1, tol=0.0, max_steps=50, trace=True)
+    grad = lambda x: [a * xi for a, xi in zip((1.0, 3.0, 10.0), x, strict=True)]  # noqa: E731
+    oracle = list(itertools.islice(paper.algorithm_1([1.0] * 3, grad, b1), 50))
+    np.testing.assert_allclose(res.trace.b, [b1] + [b for _, b in oracle], rtol=1e-12)
+    np.testing.assert_allclose(res.x, oracle[-1][0], rtol=1e-11)
+
+
+@pytest.mark.parametrize("name", [n for n in ZOO if n != "absolute"])
+def test_it_minimizes_the_zoo(name):
+    """Every smooth problem, from its standard start and with the defaults, to ‖∇f‖² ≤ 1e-8."""
+    problem = ZOO[name]()
+    res = minimize(problem.f, problem.x0, jac=problem.grad, tol=1e-8)
+    assert res.success
+    assert res.sq_norm == pytest.approx(float(problem.grad(res.x) @ problem.grad(res.x)))
+    assert res.fun == problem.f(res.x)
+
+
+def test_ensmallens_sphere():
+    """From (−5, 5) to |f| ≤ 1e-3 and |x| ≤ 1e-2."""
+    res = minimize(lambda x: float(x @ x), [-5.0, 5.0], jac=lambda x: 2 * x)
+    assert abs(res.fun) <= 1e-3
+    assert abs(res.x).max() <= 1e-2
+
+
+def test_ensmallens_styblinski_tang():
+    """From (−5, −5) to five times that."""
+    problem = styblinski_tang()
+    res = minimize(problem.f, [-5.0, -5.0], jac=problem.grad)
+    assert abs(res.fun - problem.f_star) <= 5e-3
+    assert abs(res.x - problem.x_star).max() <= 5e-2
+
+
+def test_ensmallens_logistic_regression():
+    """Two Gaussian classes at (1, 1, 1) and (9, 9, 9): 99.7 % of train, 99.4 % of test right."""
+    rng = np.random.default_rng(0)
+    half = 500
+    draw = lambda: np.vstack([rng.normal(1, 1, (half, 3)), rng.normal(9, 1, (half, 3))])  # noqa: E731
+    y = np.repeat([-1.0, 1.0], half)
+    train, test = (np.hstack([draw(), np.ones((2 * half, 1))]) for _ in range(2))
+
+    def grad(w):
+        return -(train * y[:, None]).T @ (1 / (1 + np.exp(y * (train @ w)))) / len(y)
+
+    f = lambda w: np.logaddexp(0, -y * (train @ w)).mean()  # noqa: E731
+    res = minimize(f, np.zeros(4), jac=grad, tol=1e-6, max_steps=200_000)
+    for data, least in ((train, 0.997), (test, 0.994)):
+        assert (np.sign(data @ res.x) == y).mean() >= least
+
+
+@given(
+    st.sampled_from([2.0**k for k in (-20, -3, 1, 7, 30)]),
+    st.sampled_from(["gradient", ("gradient", 3.0), "lipschitz", ("lipschitz", 4)]),
+    st.sampled_from(["quadratic", "logistic", "rosenbrock", "himmelblau", "softplus"]),
+)
+def test_the_scale_of_f_changes_nothing(scale, b_init, name):
+    """f → λf leaves the iterates bitwise unchanged for λ a power of two (Remark 2.2)."""
+    p = ZOO[name]()
+    one = minimize(p.f, p.x0, jac=p.grad, b_init=b_init, tol=0.0, max_steps=40)
+    other = minimize(
+        lambda x: scale * p.f(x), p.x0, jac=lambda x: scale * p.grad(x), b_init=b_init, tol=0.0,
+        max_steps=40,
+    )  # fmt: skip
+    assert np.array_equal(one.x, other.x)
+    assert other.b == scale * one.b
+
+
+def test_arrays_come_back_as_the_kind_they_went_in():
+    x0 = [3.0, -4.0]
+    plain = minimize(lambda x: x @ x, x0, jac=lambda x: 2 * x, max_steps=20, tol=0.0)
+    pytorch = minimize(lambda x: x @ x, torch.tensor(x0).double(), max_steps=20, tol=0.0)
+    assert isinstance(plain.x, np.ndarray)
+    assert isinstance(pytorch.x, torch.Tensor)
+    assert not pytorch.x.requires_grad
+    np.testing.assert_allclose(pytorch.x.numpy(), plain.x, rtol=1e-12)
+    with jax.enable_x64(True):
+        res = minimize(lambda x: x @ x, jnp.array(x0), max_steps=20, tol=0.0)
+        assert isinstance(res.x, jax.Array)
+        np.testing.assert_allclose(np.asarray(res.x), plain.x, rtol=1e-12)
+
+
+def test_torch_and_jax_keep_shape_and_dtype():
+    for x0 in (torch.ones(2, 3), jnp.ones((2, 3), jnp.float32), np.ones((2, 3), np.float32)):
+        jac = (lambda x: 2 * x) if isinstance(x0, np.ndarray) else None
+        res = minimize(lambda x: (x * x).sum(), x0, jac=jac, tol=1e-6)
+        assert res.success
+        assert tuple(res.x.shape) == (2, 3)
+        assert res.x.dtype == x0.dtype
+
+
+def test_a_torch_function_with_a_gradient_of_its_own():
+    res = minimize(lambda x: (x**2).sum(), torch.ones(3), jac=lambda x: 2 * x, tol=1e-8)
+    assert res.success
+
+
+def test_value_and_gradient_together_are_evaluated_once_a_point():
+    calls = []
+
+    def both(x):
+        calls.append(1)
+        return x @ x, 2 * x
+
+    res = minimize(both, [1.0, 2.0], jac=True)
+    assert len(calls) == res.nit + 1 == res.njev == res.nfev
+
+
+@pytest.mark.parametrize(("scheme", "close"), [("2-point", 1e-5), ("3-point", 1e-8)])
+def test_finite_differences_on_request(scheme, close):
+    p = ZOO["booth"]()
+    res = minimize(p.f, p.x0, jac=scheme, tol=1e-6 if scheme == "2-point" else 1e-12)
+    assert res.success
+    np.testing.assert_allclose(res.x, p.x_star, atol=1e3 * close)
+
+
+def test_args_reach_both_functions():
+    res = minimize(lambda x, a: a * x @ x, [1.0], jac=lambda x, a: 2 * a * x, args=(3.0,))
+    assert res.success
+
+
+# ---------------------------------------------------------------- outcomes
+
+
+def test_every_outcome_is_a_value_with_a_sentence():
+    assert bowl().status is Status.CONVERGED
+    assert bowl(max_steps=3).status is Status.STEP_LIMIT
+    assert bowl(max_steps=3).nit == 3
+    assert bowl(max_seconds=0.0, tol=0.0).status is Status.TIME_LIMIT
+    assert bowl(max_steps=0).nit == 0
+    messages = {bowl().message, bowl(max_steps=3).message, bowl(max_seconds=0.0, tol=0.0).message}
+    assert len(messages) == 3
+    assert not bowl(max_steps=3).success
+
+
+def test_a_start_at_the_minimum_takes_no_step():
+    res = minimize(BOWL.f, np.zeros(3), jac=BOWL.grad)
+    assert (res.success, res.nit, res.fun) == (True, 0, 0.0)
+
+
+def test_what_is_not_finite_keeps_the_last_good_point():
+    """log x, which the first step leaves at once for negative numbers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        res = minimize(
+            lambda x: (float(np.log(x).sum()), 1 / x), np.array([0.1]), jac=True, b_init=1.0
+        )
+    assert res.status is Status.NOT_FINITE
+    assert res.x == [0.1]
+    assert np.isfinite(res.fun)
+    root = minimize(lambda x: x.sqrt().sum(), torch.tensor([0.1]), b_init=0.01)
+    assert root.status is Status.NOT_FINITE
+    assert root.x.tolist() == pytest.approx([0.1])
+
+
+def test_a_run_that_no_longer_moves_says_so():
+    """b₁ = 10¹⁶: the first step is already below the last digit of x."""
+    res = bowl(b_init=1e18, tol=1e-30)
+    assert res.status is Status.STALLED
+    assert np.array_equal(res.x, BOWL.x0)
+    assert res.nit <= 64
+
+
+def test_a_function_that_raises_midway_keeps_the_last_good_point():
+    count = itertools.count()
+
+    def grad(x):
+        if next(count) == 5:
+            raise FloatingPointError("half-way")
+        return BOWL.grad(x)
+
+    with pytest.raises(EvaluationError, match=r"FloatingPointError after step 4.*half-way") as info:
+        minimize(BOWL.f, BOWL.x0, jac=grad)
+    assert info.value.result.status is Status.RAISED
+    assert np.array_equal(info.value.result.x, bowl(max_steps=4).x)
+    assert isinstance(info.value.__cause__, FloatingPointError)
+
+
+def test_callbacks_by_scipys_convention():
+    seen = []
+    res = bowl(callback=lambda xk: seen.append(xk.copy()))
+    assert len(seen) == res.nit
+    assert np.array_equal(seen[-1], res.x)
+
+    def stop(intermediate_result):
+        assert intermediate_result.fun == BOWL.f(intermediate_result.x)
+        if intermediate_result.nit == 3:
+            raise StopIteration
+
+    for callback in (stop, lambda xk: len(seen) > 0):
+        res = bowl(callback=callback)
+        assert res.status is Status.STOPPED
+    assert bowl(callback=stop).nit == 3
+    with pytest.raises(EvaluationError, match="ZeroDivisionError"):
+        bowl(callback=lambda xk: 1 / 0)
+
+
+def test_progress_is_a_line_now_and_then(capsys, monkeypatch):
+    clock = itertools.count(0.0, 0.25)
+    monkeypatch.setattr("wngrad.batch.minimizer.time.monotonic", lambda: next(clock))
+    bowl(progress=True, max_steps=20, tol=0.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert 3 <= len(lines) <= 6
+    assert all("minimize: step" in line and "‖∇f‖²" in line for line in lines)
+
+
+def test_nothing_grows_with_the_steps_unless_a_trace_is_asked_for():
+    import tracemalloc
+
+    def peak(steps):
+        tracemalloc.start()
+        bowl(tol=0.0, max_steps=steps)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    peak(10)
+    assert peak(4000) < peak(10) + 2_000
+    assert bowl(max_steps=3).trace is None
+
+
+# ---------------------------------------------------------------- comparators and scipy
+
+
+def test_constant_steps_converge_up_to_one_over_l_and_may_not_from_two():
+    """Lemma 2.2, on a quadratic: δ ≤ 1 converges; 2/L oscillates for ever, beyond it diverges."""
+    for delta in (0.1, 0.5, 1.0):
+        res = gradient_descent(
+            BOWL.f, BOWL.x0, step=delta / BOWL.lipschitz, jac=BOWL.grad, tol=1e-8
+        )
+        assert res.success
+        assert all(c.holds for c in res.certify(lipschitz=10.0, f_star=0.0).claims)
+    oscillating = gradient_descent(BOWL.f, BOWL.x0, step=0.2, jac=BOWL.grad, max_steps=1000)
+    assert oscillating.sq_norm == pytest.approx(100.0)
+    with np.errstate(over="ignore"):
+        beyond = gradient_descent(BOWL.f, BOWL.x0, step=0.21, jac=BOWL.grad)
+    assert beyond.status is Status.NOT_FINITE
+
+
+def test_adagrad_norm_is_the_sum_of_squares():
+    res = bowl(method="adagrad-norm", b_init=2.0, tol=0.0, max_steps=30, trace=True)
+    np.testing.assert_allclose(res.trace.b**2, 4.0 + np.r_[0, res.trace.sq_norm[1:].cumsum()])
+
+
+@pytest.mark.parametrize("jac", [BOWL.grad, True])
+def test_scipy_calls_it_like_its_own(jac):
+    f = BOWL.f if jac is not True else (lambda x: (BOWL.f(x), BOWL.grad(x)))
+    res = scipy.optimize.minimize(
+        f, BOWL.x0, jac=jac, method=scipy_method, tol=1e-12, options={"maxiter": 5000}
+    )
+    assert res.success
+    assert isinstance(res, scipy.optimize.OptimizeResult)
+    np.testing.assert_allclose(res.x, 0, atol=1e-5)
+    short = scipy.optimize.minimize(
+        f, BOWL.x0, jac=jac, method=scipy_method, options={"maxiter": 2}
+    )
+    assert (short.nit, short.success, short.status) == (2, False, 1)
+
+
+def test_scipys_constraints_are_refused():
+    with pytest.raises(ValueError, match="`bounds` must not be given"):
+        scipy.optimize.minimize(
+            BOWL.f, BOWL.x0, jac=BOWL.grad, method=scipy_method, bounds=[(0, 1)] * 3
+        )
+
+
+# ---------------------------------------------------------------- the door
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"jac": None}, ValueError, r"`jac`.*'3-point'.*got None"),
+        ({"jac": "exact"}, ValueError, "`jac`.*got 'exact'"),
+        ({"jac": lambda x: np.ones(2)}, ValueError, r"`jac`.*\(3,\), got \(2,\)"),
+        ({"b_init": 0.0}, ValueError, "`b_init`.*got 0.0"),
+        ({"b_init": -1.0}, ValueError, "`b_init`.*got -1.0"),
+        ({"b_init": math.nan}, ValueError, "`b_init`.*got nan"),
+        ({"b_init": "grad"}, ValueError, "`b_init`.*got 'grad'"),
+        ({"b_init": ("lipschitz", 1)}, ValueError, "`b_init`.*R >= 2"),
+        ({"b_init": ("gradient", 0)}, ValueError, "`b_init`.*C > 0"),
+        ({"b_init": [1, 2, 3]}, ValueError, "`b_init`"),
+        ({"method": "newton"}, ValueError, "`method`.*got 'newton'"),
+        ({"tol": -1.0}, ValueError, "`tol`.*got -1.0"),
+        ({"tol": math.nan}, ValueError, "`tol`.*got nan"),
+        ({"max_steps": -1}, ValueError, "`max_steps`.*got -1"),
+        ({"max_steps": 1.5}, ValueError, "`max_steps`.*got 1.5"),
+        ({"max_seconds": -1}, ValueError, "`max_seconds`.*got -1"),
+    ],
+)
+def test_bad_arguments_are_named(options, error, match):
+    with pytest.raises(error, match=match):
+        minimize(BOWL.f, BOWL.x0, **{"jac": BOWL.grad, **options})
+
+
+def test_bad_starts_are_named():
+    with pytest.raises(ValueError, match="`x0` must be finite"):
+        minimize(BOWL.f, [math.nan, 0, 0], jac=BOWL.grad)
+    with pytest.raises(TypeError, match="`x0` must hold real numbers"):
+        minimize(BOWL.f, ["a"], jac=BOWL.grad)
+    with pytest.raises(TypeError, match="`f` must be a function"):
+        minimize(3, [1.0], jac=BOWL.grad)
+    with pytest.raises(ValueError, match="must be finite at `x0`"):
+        minimize(lambda x: math.inf, [1.0], jac=lambda x: x)
+    with pytest.raises(ValueError, match="`b_init` 'lipschitz' needs a gradient that changes"):
+        minimize(lambda x: x.sum(), [1.0], jac=lambda x: np.ones(1), b_init="lipschitz")
+    with pytest.raises(ValueError, match="`step` must be > 0"):
+        gradient_descent(BOWL.f, BOWL.x0, step=0.0, jac=BOWL.grad)
+
+
+def test_integers_are_taken_as_numbers():
+    assert minimize(BOWL.f, [1, 2, 3], jac=BOWL.grad).success
+
+
+def test_the_sampled_lipschitz_start_is_seeded_and_at_most_l():
+    first = [bowl(b_init="lipschitz", seed=s, max_steps=0).start.b for s in (0, 0, 1)]
+    assert first[0] == first[1] != first[2]
+    assert max(first) <= BOWL.lipschitz * (1 + 1e-9)
+    more = bowl(b_init=("lipschitz", 20), max_steps=0)
+    assert more.start.b >= first[0]
+    assert more.njev == 21
+
+
+def test_logistic_with_and_without_l2_share_their_data():
+    assert logistic(l2=0.1).f(np.zeros(5)) == logistic().f(np.zeros(5))

@@ -1,0 +1,182 @@
+"""Algorithm 2, the averaged iterate, the schedules, and weight normalization."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wngrad import minimize, minimize_stochastic, rule
+from wngrad.batch import Status, schedules, weightnorm
+from wngrad.problems import ZOO, absolute, least_squares, quadratic
+
+
+def noisy(x, rng):
+    return 2 * (x - 3) + rng.standard_normal(x.shape)
+
+
+def test_without_noise_it_is_algorithm_1():
+    p = quadratic((1.0, 4.0))
+    batch = minimize(p.f, p.x0, jac=p.grad, tol=0.0, max_steps=50)
+    res = minimize_stochastic(lambda x, rng: p.grad(x), p.x0, steps=50)
+    assert np.array_equal(batch.x, res.x)
+    assert batch.b == res.b
+
+
+def test_the_mean_is_the_mean_of_all_iterates():
+    seen = []
+
+    def oracle(x, rng):
+        seen.append(x.copy())
+        return noisy(x, rng)
+
+    res = minimize_stochastic(oracle, np.zeros(3), steps=100)
+    np.testing.assert_allclose(res.x_mean, np.mean(seen, axis=0), rtol=1e-12)
+    assert np.array_equal(seen[-1], res.x)
+
+
+def test_the_seed_decides():
+    runs = [minimize_stochastic(noisy, np.zeros(2), steps=20, seed=s).x for s in (0, 0, 1)]
+    assert np.array_equal(runs[0], runs[1])
+    assert not np.array_equal(runs[0], runs[2])
+
+
+def test_it_stops_when_f_is_small_enough():
+    p = least_squares()
+    res = minimize_stochastic(
+        lambda x, rng: p.grad(x), p.x0, steps=5000, f=p.f, tol=p.f_star + 1e-3, check_every=7
+    )
+    assert res.status is Status.CONVERGED
+    assert res.fun <= p.f_star + 1e-3
+    assert res.nit % 7 == 0
+    assert minimize_stochastic(noisy, [0.0], steps=3).status is Status.STEP_LIMIT
+
+
+def test_b_grows_like_the_root_of_the_steps():
+    """Under gradients of norm G: G√(2k), where the paper prints √k/G."""
+    unit = lambda x, rng: rng.choice([-2.0, 2.0], size=1)  # noqa: E731
+    res = minimize_stochastic(unit, [0.0], steps=10_000, b_init=2.0)
+    assert res.b == pytest.approx(2 * math.sqrt(2 * 10_000), rel=0.01)
+
+
+def test_torch_tensors_go_in_and_out():
+    res = minimize_stochastic(lambda x, rng: 2 * x, torch.ones(2, 2), steps=5)
+    assert isinstance(res.x_mean, torch.Tensor)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_at_the_last_good_point():
+    count = itertools.count()
+    bad = lambda x, rng: x * (math.nan if next(count) == 3 else 1.0)  # noqa: E731
+    res = minimize_stochastic(bad, np.ones(2), steps=10)
+    assert res.status is Status.NOT_FINITE
+    assert res.nit == 2
+    assert np.isfinite(res.x).all()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        (schedules.inverse_sqrt(2.0), [2.0, 2 / math.sqrt(2), 1.0]),
+        (schedules.inverse(2.0), [2.0, 1.0, 0.5]),
+        (schedules.hyperbolic(2.0, 4.0), [2 / 1.25, 2 / 1.5, 1.0]),
+        (schedules.sqrt_hyperbolic(2.0, 2.0), [2 / 1.5, 2 / (1 + math.sqrt(2) / 2), 1.0]),
+    ],
+)
+def test_the_schedules_are_the_introductions(schedule, rates):
+    assert [schedule(k) for k in (1, 2, 4)] == pytest.approx(rates)
+    seen = []
+
+    def oracle(x, rng):
+        seen.append(float(x[0]))
+        return np.ones(1)
+
+    minimize_stochastic(oracle, [0.0], steps=3, schedule=schedule)
+    moved = [a - b for a, b in itertools.pairwise(seen)]
+    assert moved == pytest.approx([schedule(k) for k in (1, 2, 3)])
+
+
+def test_wngrad_needs_no_constant_where_the_schedule_does():
+    """Remark 3.2's c/√k with c a hundredfold too large or small is worse than WNGrad's own rate."""
+    p = absolute()
+    own = minimize_stochastic(p.sample, p.x0, steps=4000, f=p.f).fun_mean
+    for c in (100.0, 1e-4):
+        step = schedules.inverse_sqrt(c)
+        other = minimize_stochastic(p.sample, p.x0, steps=4000, f=p.f, schedule=step).fun_mean
+        assert own < other
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "name"),
+    [
+        ({"steps": -1}, ValueError, "steps"),
+        ({"steps": 2.0}, ValueError, "steps"),
+        ({"steps": 1, "check_every": 0}, ValueError, "check_every"),
+        ({"steps": 1, "schedule": 0.1}, TypeError, "schedule"),
+        ({"steps": 1, "method": "adam"}, ValueError, "method"),
+        ({"steps": 1, "b_init": "lipschitz"}, ValueError, "b_init"),
+        ({"steps": 1, "b_init": 0}, ValueError, "b_init"),
+    ],
+)
+def test_bad_arguments_are_named(options, error, name):
+    with pytest.raises(error, match=f"minimize_stochastic: `{name}`"):
+        minimize_stochastic(noisy, [0.0], **options)
+
+
+def test_a_bad_oracle_is_named():
+    with pytest.raises(ValueError, match=r"`oracle`.*\(1,\), got \(2,\)"):
+        minimize_stochastic(lambda x, rng: np.ones(2), [0.0], steps=1)
+    with pytest.raises(ValueError, match="`oracle` must give a finite first gradient"):
+        minimize_stochastic(lambda x, rng: np.zeros(1), [0.0], steps=1)
+
+
+# ---------------------------------------------------------------- weight normalization
+
+seeds = st.integers(0, 10**6)
+
+
+@given(seeds, st.floats(0.01, 10))
+def test_the_squared_norm_on_the_sphere_is_wngrads_b(seed, eta):
+    """Eq. 4: ‖v_{k+1}‖² = ‖v_k‖² + (η²/‖v_k‖²)‖P∇f‖², which is `rule.next_b`."""
+    p = quadratic((1.0, 5.0, 20.0), seed=seed)
+    v = np.random.default_rng(seed).standard_normal(3)
+    walk = weightnorm.iterate(weightnorm.sphere_step, v, p.grad, eta)
+    for now, new in itertools.pairwise(itertools.islice(walk, 10)):
+        tangent = weightnorm.projected(p.grad(now / np.linalg.norm(now)), now)
+        b = rule.next_b(float(now @ now), float(tangent @ tangent), eta)
+        assert float(new @ new) == pytest.approx(b, rel=1e-9)
+        assert new @ new >= now @ now * (1 - 1e-12)
+
+
+@given(seeds, st.floats(0.001, 0.1))
+def test_polar_steps_are_gradient_steps_in_v_and_r(seed, eta):
+    """Eq. 3 against finite differences of f(r·v/‖v‖)."""
+    p = ZOO["softplus"]()
+    rng = np.random.default_rng(seed)
+    point = weightnorm.Polar(rng.standard_normal(10), float(rng.uniform(0.5, 2)))
+    new = weightnorm.polar_step(point, p.grad, eta)
+
+    def f(v, r):
+        return p.f(r / np.linalg.norm(v) * v)
+
+    h = 1e-6
+    slope = [
+        (f(point.v + h * e, point.r) - f(point.v - h * e, point.r)) / (2 * h) for e in np.eye(10)
+    ]
+    np.testing.assert_allclose(new.v, point.v - eta * np.array(slope), atol=1e-8)
+    along = (f(point.v, point.r + h) - f(point.v, point.r - h)) / (2 * h)
+    assert new.r == pytest.approx(point.r - eta * along, abs=1e-8)
+    assert np.linalg.norm(new.v) >= np.linalg.norm(point.v) * (1 - 1e-12)
+
+
+def test_polar_descent_minimizes_whatever_its_rate():
+    """Its effective rate rη/‖v‖² falls by itself: a rate 100 times 2/L still descends."""
+    p = ZOO["softplus"]()
+    walk = weightnorm.iterate(weightnorm.sphere_step, np.ones(10), p.grad, 200 / p.lipschitz)
+    on_sphere = [p.f(v / np.linalg.norm(v)) for v in itertools.islice(walk, 300)]
+    assert min(on_sphere[-10:]) < on_sphere[0]
+    assert max(on_sphere[-10:]) - min(on_sphere[-10:]) < 1e-3

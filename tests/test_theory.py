@@ -1,0 +1,266 @@
+"""The theory, checked: bounds by hand, certificates on thousands of runs, and its slips."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wngrad import minimize, minimize_stochastic
+from wngrad.batch import bounds
+from wngrad.problems import (
+    ZOO,
+    Problem,
+    absolute,
+    booth,
+    huber,
+    least_squares,
+    logistic,
+    quadratic,
+    softplus,
+)
+
+# ---------------------------------------------------------------- bounds, by hand
+
+
+def test_lemma_2_2_by_hand():
+    assert bounds.lemma_2_2_steps(lipschitz=4, gap=3, delta=0.5, tol=0.1) == pytest.approx(480)
+
+
+def test_theorem_2_3_by_hand_in_both_cases():
+    case_1 = bounds.theorem_2_3_steps(lipschitz=2, gap=3, b1=4, grad_norm=9, tol=0.5)
+    assert case_1 == pytest.approx(2 * 3 * (4 + 24) / 0.5)
+    case_2 = bounds.theorem_2_3_steps(lipschitz=2, gap=3, b1=1, grad_norm=1, tol=0.5)
+    reach = 3 + (3 / 16 + 5 / (8 * 0.5)) * 2
+    assert case_2 == pytest.approx(1 + 4 * 0.5 / 0.5 + 16 * reach**2 / 0.5)
+
+
+@given(st.floats(0.1, 10), st.floats(0, 10), st.floats(0.01, 100), st.integers(2, 1000))
+def test_theorem_2_3_reads_both_ways(lipschitz, gap, b1, points):
+    """ε after T points, and the ε that T points give, are inverse to each other."""
+    known = {"lipschitz": lipschitz, "gap": gap + 0.1, "b1": b1, "grad_norm": 0.0}
+    tol = bounds.theorem_2_3_sq_norm(**known, points=points)
+    assert bounds.theorem_2_3_steps(**known, tol=tol) == pytest.approx(points)
+
+
+def test_the_lemmas_by_hand():
+    assert bounds.lemma_2_4_points(lipschitz=3, b1=1, tol=0.5) == 13
+    assert bounds.lemma_2_4_points(lipschitz=3, b1=5, tol=0.5) == 1
+    assert bounds.lemma_2_5_b(b_k0=2, gap_k0=3) == 26
+    assert bounds.lemma_2_5_f(f1=1, lipschitz=4, b1=2, grad_norm=1) == 5
+    assert bounds.lemma_2_6_b(lipschitz=4, b1=2, grad_norm=1) == 28
+    assert bounds.lemma_3_3_b(grad_floor=2, k=9) == 6
+
+
+def test_theorem_3_1_by_hand():
+    gap = bounds.theorem_3_1_gap(grad_bound=2, grad_floor=1, diameter=3, b1=4, distance=5, k=4)
+    assert gap == pytest.approx(4 * 11 / 2 + 4 * 25 / 8)
+
+
+@pytest.mark.parametrize(
+    ("bound", "known", "name"),
+    [
+        (bounds.lemma_2_2_steps, {"lipschitz": 1, "gap": 1, "delta": 1.5, "tol": 1}, "delta"),
+        (bounds.lemma_2_2_steps, {"lipschitz": 1, "gap": -1, "delta": 1, "tol": 1}, "gap"),
+        (
+            bounds.theorem_2_3_steps,
+            {"lipschitz": 2, "gap": 1, "b1": 1, "grad_norm": 1.5, "tol": 1},
+            "b1",
+        ),
+        (
+            bounds.theorem_2_3_steps,
+            {"lipschitz": 0, "gap": 1, "b1": 1, "grad_norm": 1, "tol": 1},
+            "lipschitz",
+        ),
+        (bounds.lemma_2_6_b, {"lipschitz": 2, "b1": 1, "grad_norm": math.nan}, "b1"),
+        (
+            bounds.theorem_3_1_gap,
+            {"grad_bound": 1, "grad_floor": 2, "diameter": 1, "b1": 1, "distance": 1, "k": 1},
+            "grad_floor",
+        ),
+    ],
+)
+def test_a_hypothesis_that_fails_is_named(bound, known, name):
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        bound(**known)
+
+
+# ---------------------------------------------------------------- certificates on random runs
+
+seeds = st.integers(0, 10**6)
+
+
+def drawn(family: str, seed: int) -> Problem:
+    rng = np.random.default_rng(seed)
+    rows, columns = int(rng.integers(3, 20)), int(rng.integers(1, 6))
+    if family == "quadratic":
+        return quadratic(10 ** rng.uniform(-3, 3, columns), seed=seed)
+    if family == "booth":
+        return booth()
+    make = {
+        "least-squares": least_squares,
+        "huber": huber,
+        "softplus": softplus,
+        "logistic": logistic,
+    }[family]
+    return make(rows, columns, seed=seed)
+
+
+FAMILIES = ("quadratic", "least-squares", "huber", "softplus", "logistic", "booth")
+
+
+@given(st.sampled_from(FAMILIES), seeds, st.floats(-3, 3), st.floats(-2, 3), st.booleans())
+@settings(max_examples=2000)
+def test_every_claim_whose_hypotheses_hold_holds(family, seed, log_b1, log_far, from_gradient):
+    """2,000 random problems, starts and b₁ over six decades of L, in float64."""
+    problem = drawn(family, seed)
+    rng = np.random.default_rng(seed + 1)
+    x0 = problem.x0 + 10**log_far * rng.standard_normal(problem.x0.shape)
+    b1 = "gradient" if from_gradient else 10**log_b1 * problem.lipschitz
+    res = minimize(problem.f, x0, jac=problem.grad, b_init=b1, tol=1e-6, max_steps=150, trace=True)
+    cert = res.certify(lipschitz=problem.lipschitz, f_star=problem.f_star)
+    assert cert.claims
+    assert cert.holds, str(cert)
+
+
+@given(st.sampled_from(FAMILIES), seeds, st.floats(0.05, 1.0))
+def test_constant_steps_up_to_one_over_l_keep_lemma_2_2(family, seed, delta):
+    problem = drawn(family, seed)
+    res = minimize(
+        problem.f, problem.x0 + 1.0, jac=problem.grad, b_init=problem.lipschitz / delta,
+        method="constant", tol=1e-6, max_steps=150, trace=True,
+    )  # fmt: skip
+    cert = res.certify(lipschitz=problem.lipschitz, f_star=problem.f_star)
+    assert any("Lemma 2.2" in claim.name for claim in cert.claims) or res.nit == 0
+    assert cert.holds, str(cert)
+
+
+def run(**options):
+    p = ZOO["huber"]()
+    res = minimize(p.f, p.x0, jac=p.grad, tol=1e-6, trace=True, **options)
+    return res, {"lipschitz": p.lipschitz, "f_star": p.f_star}
+
+
+def test_a_certificate_lists_every_lemma():
+    res, known = run()
+    names = " ".join(claim.name for claim in res.certify(**known).claims)
+    for statement in ("Theorem 2.3, case 2", "Lemma 2.5: b", "Lemma 2.5: f", "Lemma 2.6", "A.1"):
+        assert statement in names
+    slow, known = run(b_init=0.95, max_steps=3)
+    assert slow.trace is not None
+    case_1, known = run(b_init=5.0)
+    assert any("case 1" in claim.name for claim in case_1.certify(**known).claims)
+
+
+def doctored(res, **changes):
+    trace = {k: v for k, v in changes.items() if k in ("b", "sq_norm", "fun", "slope")}
+    rest = {k: v for k, v in changes.items() if k not in trace}
+    return dataclasses.replace(res, trace=dataclasses.replace(res.trace, **trace), **rest)
+
+
+def test_a_doctored_run_fails_its_certificate():
+    res, known = run()
+    assert res.certify(**known).holds
+    t = res.trace
+    half = len(t) // 2
+    lies = {
+        "smaller b": {"b": 0.5 * t.b},
+        "one b": {"b": np.where(np.arange(len(t)) == half, 1.01 * t.b, t.b)},
+        "smaller gradients": {"sq_norm": 0.9 * t.sq_norm},
+        "lower f": {"fun": t.fun - 1.0},
+        "f rises": {"fun": np.where(np.arange(len(t)) == half, t.fun + 1.0, t.fun)},
+        "a steep gradient": {"slope": 100 * t.slope},
+        "fewer steps": {"nit": res.nit // 2},
+        "another end": {"b": t.b, "sq_norm": t.sq_norm, "best": 0.1 * res.best},
+    }
+    for lie, changes in lies.items():
+        assert not doctored(res, **changes).certify(**known).holds, lie
+    slower = dataclasses.replace(res, trace=None, nit=10**15)
+    assert not slower.certify(**known).holds
+
+
+def test_a_wrong_l_or_f_star_is_contradicted_by_the_run():
+    res, known = run()
+    assert any("slope" in text for text in res.certify(lipschitz=0.1, f_star=0.0).refuted)
+    assert any("below f*" in text for text in res.certify(**{**known, "f_star": 1.0}).refuted)
+
+
+def test_without_l_there_is_an_estimate_from_below_and_no_claim():
+    res, known = run()
+    cert = res.certify()
+    assert 0 < cert.lipschitz_seen <= known["lipschitz"] * (1 + 1e-9)
+    assert "lipschitz and f_star not given" in cert.not_claimed[0]
+    assert not any("Theorem" in claim.name for claim in cert.claims)
+
+
+def test_without_a_trace_the_claims_about_the_ends_remain():
+    res, known = run()
+    short = dataclasses.replace(res, trace=None).certify(**known)
+    assert short.holds
+    assert {claim.name.split(":")[0] for claim in short.claims} == {"Theorem 2.3, case 2"}
+    assert "no trace" in " ".join(short.not_claimed)
+
+
+def test_a_certificate_prints_both_sides_and_what_it_took_on_trust():
+    res, known = run()
+    text = str(res.certify(**known))
+    for part in ("claims", "verified on the run", "taken on trust", "≤", "given lipschitz"):
+        assert part in text
+    assert "converged" not in text
+
+
+# ---------------------------------------------------------------- the stochastic theorem
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_theorem_3_1_on_a_convex_sum_that_is_not_smooth(seed):
+    problem = absolute(seed=seed)
+    res = minimize_stochastic(problem.sample, problem.x0, steps=3000, f=problem.f, seed=seed)
+    far = float(np.linalg.norm(problem.x0 - problem.x_star))
+    cert = res.certify(f_star=0.0, diameter=2 * far, distance=far)
+    assert [claim.name.split(":")[0] for claim in cert.claims][-1] == "Theorem 3.1"
+    assert cert.holds, str(cert)
+    assert res.fun_mean < problem.f(problem.x0)
+
+
+def test_a_stochastic_certificate_says_what_it_cannot_claim():
+    problem = absolute()
+    res = minimize_stochastic(problem.sample, problem.x0, steps=50, b_init=1e-3)
+    assert "b₁ = 0.001" in res.certify().not_claimed[0]
+    good = minimize_stochastic(problem.sample, problem.x0, steps=50)
+    assert "needs f" in good.certify().not_claimed[0]
+    assert not good.certify(grad_floor=1e9).holds
+    assert not good.certify(grad_bound=1e-9).holds
+    assert not dataclasses.replace(good, b=1e-9).certify().holds
+
+
+# ---------------------------------------------------------------- the paper's slips
+
+
+def test_lemma_2_6_is_false_without_its_unsaid_hypothesis():
+    """f = x²/2, x₁ = 100, b₁ = 0.1: b₂ is 8.1e6, where the lemma says at most 23."""
+    half = quadratic((1.0,))
+    res = minimize(half.f, [100.0], jac=half.grad, b_init=0.1, max_steps=1, trace=True)
+    printed = 3 * 1 + 2 * 1 / 0.1
+    assert printed == 23
+    assert res.trace.b[1] == pytest.approx(8.1e6, rel=1e-3)
+    with pytest.raises(ValueError, match="`b1` must be >= ‖∇f"):
+        bounds.lemma_2_6_b(lipschitz=1, b1=0.1, grad_norm=100)
+    assert "b₁ < ‖∇f(x₁)‖" in " ".join(res.certify(lipschitz=1.0, f_star=0.0).not_claimed)
+
+
+def test_lemma_3_3_is_false_at_its_first_index():
+    """t₁ = 1, a = 1: √(2·1·1) > 1, though t₂ = t₁ + a/t₁ obeys the recursion."""
+    t = [1.0, 2.0]
+    assert t[0] + 1 / t[0] <= t[1]
+    assert math.sqrt(2) > t[0]
+    assert bounds.lemma_3_3_b(grad_floor=1.0, k=1) <= t[0]
+
+
+def test_lemma_2_4_needs_an_or_equal_where_b1_is_l():
+    """b₁ = L gives N = 1, and b₁ > L is false; the proof shows b_N ≥ L."""
+    assert bounds.lemma_2_4_points(lipschitz=2.0, b1=2.0, tol=1e-9) == 1
