@@ -118,8 +118,11 @@ def _b1(text: str, problem: Problem) -> Any:
         _fail(f"`--b1` must be a number, a multiple of L, gradient or lipschitz, got {text!r}.")
 
 
-def _problem(text: str, x0: str | None, lipschitz: float | None, f_star: float | None) -> Problem:
-    found = ZOO[text]() if text in ZOO else _from_file(text, x0)
+def _problem(
+    text: str, x0: str | None, lipschitz: float | None, f_star: float | None
+) -> tuple[Problem, bool]:
+    """The problem, and whether its gradient is exact."""
+    found, exact = (ZOO[text](), True) if text in ZOO else _from_file(text, x0)
     start = found.x0 if x0 is None else _point(x0)
     if start.shape != found.x0.shape:
         _fail(f"`--x0` must have {found.x0.size} numbers, got {start.size}.")

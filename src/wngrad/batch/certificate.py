@@ -130,7 +130,7 @@ def certify(
     Example:
         >>> res = minimize(lambda x: x @ x, [3.0, -4.0], jac=lambda x: 2 * x, trace=True)
         >>> print(res.certify(lipschitz=2.0, f_star=0.0).claims[-2])
-        Lemma 2.5: b after k0 = 1: 30.2089 ≤ 210   given lipschitz=2, f_star=0
+        Lemma 2.5: b after k0 = 1: 30.2092 ≤ 210   given lipschitz=2, f_star=0
     """
     draft = _Draft(rounding)
     _recursion(draft, run)
