@@ -9,7 +9,7 @@ demo: $(VENV)/ready
 	$(RUN) examples/flat_curve.py
 
 test: $(VENV)/ready
-	$(RUN) -m pytest -n 2 -m "not faults and not gpu" --cov=wngrad --cov-report=term:skip-covered
+	$(RUN) -m pytest -n 2 -m "not faults and not gpu" --cov=wngrad --cov-report=term:skip-covered --cov-fail-under=95
 
 test-faults: $(VENV)/ready
 	$(RUN) -m pytest -m faults

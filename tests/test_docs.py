@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -21,7 +22,7 @@ def test_the_python_on_a_page_runs_from_top_to_bottom(page, capsys):
     for block in blocks(page, "python"):
         exec(compile(block, str(page), "exec"), names)
         printed = capsys.readouterr().out
-        shown = re.findall(r"^# (.*)$", block, re.M)  # what a block says it prints
+        shown = re.findall(r"^# (.*)$", block, re.M)  # what a block says it prints, at its end
         if "print(" in block and shown:
             assert printed.rstrip("\n").split("\n") == shown
 
@@ -30,6 +31,28 @@ def test_the_python_on_a_page_runs_from_top_to_bottom(page, capsys):
 def test_every_file_a_page_links_to_is_there(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_every_name_on_the_paper_map_exists():
+    """Functions by their dotted names, tests by file and name."""
+    text = "".join((ROOT / "docs" / page).read_text() for page in ("paper-map.md", "faults.md"))
+    names = re.findall(r"`(wngrad(?:\.\w+)+)`", text)
+    tests = re.findall(r"`(tests/\w+\.py)::(\w+)`", text)
+    assert len(names) > 30
+    assert len(tests) > 25
+    for name in names:
+        assert resolve(name) is not None, name
+    for file, test in tests:
+        assert f"def {test}(" in (ROOT / file).read_text(), test
+
+
+def resolve(name: str) -> object:
+    found: object = importlib.import_module("wngrad")
+    for part in name.split(".")[1:]:
+        if not hasattr(found, part):
+            importlib.import_module(f"{found.__name__}.{part}")
+        found = getattr(found, part)
+    return found
 
 
 def test_every_make_target_the_pages_name_exists():
