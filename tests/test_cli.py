@@ -15,7 +15,7 @@ def call(*words: str):
     return CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
 
 
-@pytest.mark.parametrize("name", ["booth", "rosenbrock", "mccormick"])
+@pytest.mark.parametrize("name", ["booth", "rosenbrock", "mccormick", "absolute"])
 def test_certify_prints_a_table_and_writes_a_picture(name, tmp_path):
     done = call("certify", name, "--out", str(tmp_path), "--max-steps", "500")
     assert done.exit_code == 0, done.output
@@ -63,6 +63,8 @@ def test_a_claim_that_fails_is_printed_and_is_exit_code_one(tmp_path):
         (["certify", "booth", "--x0", "1,2,3"], "`--x0` must have 2 numbers"),
         (["certify", "rosenbrock", "--b1", "L"], "needs an L"),
         (["certify", "booth", "--tol", "-1"], "`tol` must be >= 0"),
+        (["certify", "booth", "--lipschitz", "-1"], "`--lipschitz` must be > 0"),
+        (["certify", "booth", "--f-star", "nan"], "`--f-star` must be finite"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_two(words, message, tmp_path):
@@ -79,6 +81,8 @@ def test_a_mistake_is_one_line_and_exit_code_two(words, message, tmp_path):
         ("import nothing_of_that_name", "could not be run: ModuleNotFoundError"),
         ("g = 3", "has no function 'f'"),
         ("def f(x):\n    raise KeyError('w')", "raised KeyError"),
+        ("def f(x):\n    return (1.0,)", "must return a value, or (value, gradient)"),
+        ("def f(x):\n    return 1.0, [1.0, 2.0]", "must return a value, or (value, gradient)"),
     ],
 )
 def test_a_file_with_an_error_in_it_is_one_line(text, message, tmp_path):
@@ -90,6 +94,24 @@ def test_a_file_with_an_error_in_it_is_one_line(text, message, tmp_path):
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_file_may_import_its_neighbours_and_return_lists(tmp_path):
+    (tmp_path / "neighbour.py").write_text("two = 2.0")
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "from neighbour import two\n@dataclass\nclass C:\n    a: float = two\n"
+        "def f(x):\n    return float(x @ x), [C().a * x[0]]\n"
+    )
+    done = call("certify", f"{tmp_path}/mine.py:f", "--x0", "1", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+
+
+def test_an_out_that_is_a_file_is_said_before_any_work(tmp_path):
+    (tmp_path / "taken").write_text("")
+    done = call("certify", "booth", "--out", str(tmp_path / "taken"))
+    assert done.exit_code == 2
+    assert "`--out` must be a folder" in done.stderr
+
+
 def test_the_study_writes_records_a_table_and_a_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "MAX_STEPS", 60)
     monkeypatch.setattr(study, "TOL", 1e-1)
@@ -98,5 +120,5 @@ def test_the_study_writes_records_a_table_and_a_picture(tmp_path, monkeypatch):
     rows = json.loads((tmp_path / "study.json").read_text())["rows"]
     assert len(rows) == study.size()
     table = (tmp_path / "study.md").read_text()
-    assert table.count("\n| ") == 1 + 8 * 5
+    assert table.count("\n| ") == 1 + 9 * 5
     assert (tmp_path / "study.png").stat().st_size > 10_000

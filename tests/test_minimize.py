@@ -251,7 +251,7 @@ def test_nothing_grows_with_the_steps_unless_a_trace_is_asked_for():
 
 
 def test_constant_steps_converge_up_to_one_over_l_and_may_not_from_two():
-    """Lemma 2.2, on a quadratic: δ ≤ 1 converges; 2/L oscillates for ever, beyond it diverges."""
+    """Lemma 2.1, on a quadratic: δ ≤ 1 converges; 2/L oscillates for ever, beyond it diverges."""
     for delta in (0.1, 0.5, 1.0):
         res = gradient_descent(
             BOWL.f, BOWL.x0, step=delta / BOWL.lipschitz, jac=BOWL.grad, tol=1e-8
@@ -265,9 +265,12 @@ def test_constant_steps_converge_up_to_one_over_l_and_may_not_from_two():
     assert beyond.status is Status.NOT_FINITE
 
 
-def test_adagrad_norm_is_the_sum_of_squares():
+def test_adagrad_norm_takes_in_the_gradient_before_the_first_step():
+    """b_j² = b_0² + ‖g_1‖² + … + ‖g_j‖², and the step at x_j is divided by b_j."""
     res = bowl(method="adagrad-norm", b_init=2.0, tol=0.0, max_steps=30, trace=True)
-    np.testing.assert_allclose(res.trace.b**2, 4.0 + np.r_[0, res.trace.sq_norm[1:].cumsum()])
+    np.testing.assert_allclose(res.trace.b**2, 4.0 + res.trace.sq_norm.cumsum())
+    one = bowl(method="adagrad-norm", b_init=2.0, tol=0.0, max_steps=1)
+    np.testing.assert_allclose(one.x, BOWL.x0 - BOWL.grad(BOWL.x0) / math.sqrt(4 + 110))
 
 
 @pytest.mark.parametrize("jac", [BOWL.grad, True])
@@ -308,6 +311,12 @@ def test_scipys_constraints_are_refused():
         ({"b_init": ("lipschitz", 1)}, ValueError, "`b_init`.*R >= 2"),
         ({"b_init": ("gradient", 0)}, ValueError, "`b_init`.*C > 0"),
         ({"b_init": [1, 2, 3]}, ValueError, "`b_init`"),
+        ({"b_init": ("number", 2.5)}, ValueError, "`b_init`"),
+        ({"b_init": ("lipschitz", 2.5)}, ValueError, "`b_init`"),
+        ({"jac": lambda x: np.ones((3, 1))}, ValueError, "`jac`"),
+        ({"jac": lambda x: None}, (TypeError, ValueError), "`jac` must return an array"),
+        ({"jac": True}, ValueError, r"`f` must return \(value, gradient\)"),
+        ({"callback": 3}, TypeError, "`callback` must be a function"),
         ({"method": "newton"}, ValueError, "`method`.*got 'newton'"),
         ({"tol": -1.0}, ValueError, "`tol`.*got -1.0"),
         ({"tol": math.nan}, ValueError, "`tol`.*got nan"),
@@ -324,13 +333,14 @@ def test_bad_arguments_are_named(options, error, match):
 def test_bad_starts_are_named():
     with pytest.raises(ValueError, match="`x0` must be finite"):
         minimize(BOWL.f, [math.nan, 0, 0], jac=BOWL.grad)
-    with pytest.raises(TypeError, match="`x0` must hold real numbers"):
-        minimize(BOWL.f, ["a"], jac=BOWL.grad)
+    for bad in (["a"], np.ones(3, np.float16), torch.ones(3, dtype=torch.bfloat16), [1j]):
+        with pytest.raises(TypeError, match="`x0` must hold float32 or float64 numbers"):
+            minimize(BOWL.f, bad, jac=BOWL.grad)
     with pytest.raises(TypeError, match="`f` must be a function"):
         minimize(3, [1.0], jac=BOWL.grad)
     with pytest.raises(ValueError, match="must be finite at `x0`"):
         minimize(lambda x: math.inf, [1.0], jac=lambda x: x)
-    with pytest.raises(ValueError, match="`b_init` 'lipschitz' needs a gradient that changes"):
+    with pytest.raises(ValueError, match="`b_init` needs a finite gradient that changes"):
         minimize(lambda x: x.sum(), [1.0], jac=lambda x: np.ones(1), b_init="lipschitz")
     with pytest.raises(ValueError, match="`step` must be > 0"):
         gradient_descent(BOWL.f, BOWL.x0, step=0.0, jac=BOWL.grad)
@@ -351,3 +361,154 @@ def test_the_sampled_lipschitz_start_is_seeded_and_at_most_l():
 
 def test_logistic_with_and_without_l2_share_their_data():
     assert logistic(l2=0.1).f(np.zeros(5)) == logistic().f(np.zeros(5))
+
+
+# ---------------------------------------------------------------- what review found
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("points", [2, 5])
+def test_the_sampled_start_works_on_a_line(seed, points):
+    res = minimize(
+        lambda x: float(x @ x), [1.3], jac=lambda x: 2 * x, b_init=("lipschitz", points), seed=seed
+    )
+    assert res.start.b == pytest.approx(2.0)
+
+
+def test_what_scipy_takes_is_taken():
+    """Lists for gradients, arrays of one element for values, NumPy scalars, args as one value."""
+    assert minimize(lambda x: x @ x, [1.0, 2.0], jac=lambda x: [2 * x[0], 2 * x[1]]).success
+    assert minimize(lambda x: np.array([x @ x]), [1.0], jac=lambda x: 2 * x).success
+    assert minimize(lambda x, a: a * x @ x, [1.0], jac=lambda x, a: 2 * a * x, args=3.0).success
+    assert bowl(max_steps=np.int64(500), tol=np.float32(1e-3), b_init=np.float64(20)).success
+    assert bowl(callback=lambda xk: np.True_).status is Status.STOPPED
+
+
+def test_a_gradient_that_changes_its_shape_is_no_success():
+    count = itertools.count()
+    with pytest.raises(EvaluationError, match=r"returned the shape \(1,\)"):
+        minimize(BOWL.f, BOWL.x0, jac=lambda x: BOWL.grad(x) if next(count) < 4 else np.zeros(1))
+
+
+def test_an_underflowing_gradient_is_no_success():
+    with pytest.raises(ValueError, match="`f` must be scaled up"):
+        minimize(lambda x: 1e-170 * x @ x, [1.0], jac=lambda x: 2e-170 * x, tol=0.0)
+
+
+def test_f_not_finite_at_the_end_is_no_success():
+    res = minimize(lambda x: math.nan if abs(x[0]) < 0.9 else 1.0, [1.0], jac=lambda x: 2 * x)
+    assert res.status is Status.NOT_FINITE
+
+
+def test_b_that_overflows_ends_the_run_at_the_last_good_point():
+    """b₁ = 1e-150: b would be infinite, and freeze x where the first step threw it."""
+    res = minimize(lambda x: x @ x, [1e3], jac=lambda x: 2 * x, b_init=1e-150)
+    assert res.status is Status.NOT_FINITE
+    assert res.x == [1e3]
+
+
+def test_large_finite_starts_are_finite():
+    res = minimize(lambda x: abs(x).sum(), [1e160], jac=np.sign, max_steps=3)
+    assert res.nit == 3
+
+
+def test_f_that_raises_only_at_the_end_keeps_the_point():
+    calls = itertools.count()
+
+    def f(x):
+        if next(calls):
+            raise RuntimeError("no licence")
+        return BOWL.f(x)
+
+    with pytest.raises(EvaluationError, match="no licence") as info:
+        minimize(f, BOWL.x0, jac=BOWL.grad)
+    assert info.value.result.sq_norm <= 1e-10
+
+
+def test_an_interrupt_carries_the_result():
+    count = itertools.count()
+
+    def grad(x):
+        if next(count) == 5:
+            raise KeyboardInterrupt
+        return BOWL.grad(x)
+
+    with pytest.raises(KeyboardInterrupt) as info:
+        minimize(BOWL.f, BOWL.x0, jac=grad)
+    assert info.value.result.nit == 4
+
+
+def test_nobody_can_write_into_the_run():
+    start = np.ones(3)
+
+    def scribble(x):
+        value = BOWL.f(x)
+        x[:] = 7.0
+        return value
+
+    minimize(scribble, start, jac=BOWL.grad, max_steps=0)
+    assert (start == 1).all()
+
+    def vandal(xk):
+        xk[:] = 100.0
+
+    assert np.array_equal(bowl(callback=vandal).x, bowl().x)
+
+
+def test_a_gradient_that_reuses_its_memory_has_true_slopes():
+    out = np.empty(3)
+
+    def grad(x):
+        return np.multiply((1.0, 3.0, 10.0), x, out=out)
+
+    reused = minimize(BOWL.f, BOWL.x0, jac=grad, trace=True, max_steps=50)
+    np.testing.assert_array_equal(reused.trace.slope, bowl(trace=True, max_steps=50).trace.slope)
+    sampled = minimize(BOWL.f, BOWL.x0, jac=grad, b_init="lipschitz", max_steps=0)
+    assert sampled.start.b == bowl(b_init="lipschitz", max_steps=0).start.b
+
+
+def test_no_autograd_graph_grows_with_the_steps():
+    scale = torch.ones(2, requires_grad=True)
+    res = minimize(lambda x: (x * x).sum(), torch.ones(2), jac=lambda x: 2 * x * scale)
+    assert not res.x.requires_grad
+    with torch.inference_mode():
+        assert minimize(lambda x: (x * x).sum(), torch.ones(2), tol=1e-8).success
+
+
+def test_evaluations_are_counted():
+    calls = {"f": 0, "g": 0}
+
+    def f(x):
+        calls["f"] += 1
+        return BOWL.f(x)
+
+    def grad(x):
+        calls["g"] += 1
+        return BOWL.grad(x)
+
+    res = minimize(f, BOWL.x0, jac=grad)
+    assert (res.nfev, res.njev) == (calls["f"], calls["g"])
+    calls["f"] = 0
+    res = minimize(f, BOWL.x0, jac="3-point", max_steps=5)
+    assert res.nfev == calls["f"]
+
+
+def test_a_frozen_run_is_stalled_at_its_limit_too():
+    assert bowl(b_init=1e18, tol=1e-30, max_steps=5).status is Status.STALLED
+
+
+def test_scipys_options_are_translated_and_never_guessed():
+    options = {"gtol": 1e-3}
+    res = scipy.optimize.minimize(
+        BOWL.f, BOWL.x0, jac=BOWL.grad, method=scipy_method, options=options
+    )
+    assert 1e-7 < res.sq_norm <= 1e-6
+    for bad, match in (
+        ({"gtol": 1e-3, "tol": 1e-3}, "`gtol` or `tol`"),
+        ({"maxiter": 3, "max_steps": 3}, "`maxiter` or `max_steps`"),
+        ({"newton": 1}, "`options`.*newton"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=match):
+            scipy_method(BOWL.f, BOWL.x0, jac=BOWL.grad, **bad)
+    with pytest.raises(ValueError, match=r"wngrad.minimize\(..., jac='3-point'\)"):
+        scipy.optimize.minimize(BOWL.f, BOWL.x0, jac="3-point", method=scipy_method)

@@ -117,7 +117,7 @@ def test_bad_arguments_are_named(options, match):
 
 def test_a_linear_loss_has_no_estimate():
     model = Quadratic(1.0)
-    with pytest.raises(ValueError, match=r"`closure`.*`b_init` as a number"):
+    with pytest.raises(ValueError, match=r"`closure` needs.*`b_init` as a number"):
         lipschitz_b_init(model, lambda: model.x.sum())
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wngrad import minimize, minimize_stochastic, rule
+from wngrad import EvaluationError, minimize, minimize_stochastic, rule
 from wngrad.batch import Status, schedules, weightnorm
 from wngrad.problems import ZOO, absolute, least_squares, quadratic
 
@@ -120,6 +120,9 @@ def test_wngrad_needs_no_constant_where_the_schedule_does():
         ({"steps": 1, "method": "adam"}, ValueError, "method"),
         ({"steps": 1, "b_init": "lipschitz"}, ValueError, "b_init"),
         ({"steps": 1, "b_init": 0}, ValueError, "b_init"),
+        ({"steps": 1, "tol": 0.1}, ValueError, "tol"),
+        ({"steps": 1, "schedule": lambda k: 0.0}, ValueError, "schedule"),
+        ({"steps": 1, "schedule": lambda k: -1.0}, ValueError, "schedule"),
     ],
 )
 def test_bad_arguments_are_named(options, error, name):
@@ -173,10 +176,41 @@ def test_polar_steps_are_gradient_steps_in_v_and_r(seed, eta):
     assert np.linalg.norm(new.v) >= np.linalg.norm(point.v) * (1 - 1e-12)
 
 
-def test_polar_descent_minimizes_whatever_its_rate():
-    """Its effective rate rη/‖v‖² falls by itself: a rate 100 times 2/L still descends."""
+def test_the_sphere_settles_whatever_the_rate():
+    """The effective rate η/‖v‖² falls until it fits: from 200/L, f stops jumping."""
     p = ZOO["softplus"]()
     walk = weightnorm.iterate(weightnorm.sphere_step, np.ones(10), p.grad, 200 / p.lipschitz)
-    on_sphere = [p.f(v / np.linalg.norm(v)) for v in itertools.islice(walk, 300)]
-    assert min(on_sphere[-10:]) < on_sphere[0]
-    assert max(on_sphere[-10:]) - min(on_sphere[-10:]) < 1e-3
+    points = list(itertools.islice(walk, 300))
+    rates = [200 / p.lipschitz / (v @ v) for v in points]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] < 2 / p.lipschitz
+    values = [p.f(v / np.linalg.norm(v)) for v in points[-10:]]
+    assert max(values) - min(values) < 1e-3
+
+
+def test_adagrad_norm_takes_in_the_first_gradient():
+    res = minimize_stochastic(
+        lambda x, rng: np.ones(1), [0.0], steps=3, b_init=2.0, method="adagrad-norm"
+    )
+    assert res.b_first**2 == pytest.approx(5)
+    assert res.b**2 == pytest.approx(8)
+
+
+def test_an_oracle_that_raises_midway_keeps_the_last_good_point():
+    count = itertools.count()
+
+    def oracle(x, rng):
+        if next(count) == 4:
+            raise OSError("disk gone")
+        return 2 * x
+
+    with pytest.raises(EvaluationError, match=r"OSError after step 3.*disk gone") as info:
+        minimize_stochastic(oracle, np.ones(2), steps=10)
+    assert info.value.result.nit == 3
+    assert np.isfinite(info.value.result.x_mean).all()
+
+
+def test_f_is_left_alone_unless_it_is_needed():
+    calls = []
+    minimize_stochastic(noisy, [0.0], steps=100, f=lambda x: calls.append(1) or 0.0)
+    assert len(calls) == 2  # at the end: of the last and of the averaged iterate

@@ -18,7 +18,7 @@ try:
 except ImportError:  # pragma: no cover
     sys.exit("wngrad: the command line needs the extra `lab`: pip install 'wngrad[lab]'.")
 
-from wngrad.batch import EvaluationError, Result, minimize
+from wngrad.batch import Certificate, EvaluationError, Result, minimize
 from wngrad.problems import ZOO, Problem
 
 app = typer.Typer(
@@ -50,7 +50,8 @@ def certify(
 ) -> None:
     """Run Algorithm 1 from several b₁ and set every bound of the paper beside what was measured."""
     what, exact = _problem(problem, x0, lipschitz, f_star)
-    named = []
+    _make(out)
+    named: list[tuple[str, Result]] = []
     for text in b1 or _choices(what):
         try:
             res = minimize(
@@ -63,10 +64,12 @@ def certify(
                 trace=True,
             )
         except (ValueError, TypeError, EvaluationError) as error:
+            if b1 is None and text == "lipschitz":
+                print(f"No run from b₁ = lipschitz: {error}")
+                continue
             _fail(str(error))
         named.append((text, res))
     held = _print_certificates(what, named, None if exact else 1e-6)
-    out.mkdir(parents=True, exist_ok=True)
     path = out / f"certify-{Path(what.name).stem}.png"
     from wngrad.batch import picture
 
@@ -84,6 +87,7 @@ def study(
 
     from wngrad.batch import study as study_
 
+    _make(out)
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("running", total=study_.size())
         rows = study_.run(lambda: progress.advance(task))
@@ -99,6 +103,13 @@ def _fail(message: str) -> NoReturn:
     """A user's mistake: one line, exit code 2."""
     print(f"wngrad: {' '.join(message.split())}", file=sys.stderr)
     raise typer.Exit(2)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _fail(f"`--out` must be a folder that can be written, got {folder}: {error.strerror}.")
 
 
 def _choices(problem: Problem) -> list[str]:
@@ -122,6 +133,10 @@ def _problem(
     text: str, x0: str | None, lipschitz: float | None, f_star: float | None
 ) -> tuple[Problem, bool]:
     """The problem, and whether its gradient is exact."""
+    if lipschitz is not None and not 0 < lipschitz < np.inf:
+        _fail(f"`--lipschitz` must be > 0 and finite, got {lipschitz}.")
+    if f_star is not None and not np.isfinite(f_star):
+        _fail(f"`--f-star` must be finite, got {f_star}.")
     found, exact = (ZOO[text](), True) if text in ZOO else _from_file(text, x0)
     start = found.x0 if x0 is None else _point(x0)
     if start.shape != found.x0.shape:
@@ -155,7 +170,9 @@ def _from_file(text: str, x0: str | None) -> tuple[Problem, bool]:
     except Exception as error:
         _fail(f"{text} raised {type(error).__name__} at `--x0`: {error}.")
     if isinstance(value, tuple):
-        return Problem(name, lambda x: f(x)[0], lambda x: f(x)[1], start), True
+        if len(value) != 2 or np.shape(value[1]) != start.shape:
+            _fail(f"{text} must return a value, or (value, gradient), got {value!r}.")
+        return Problem(name, lambda x: f(x)[0], lambda x: np.asarray(f(x)[1]), start), True
     from wngrad.batch.arrays import finite_difference_gradient
 
     print("The gradient is taken by finite differences: claims hold to 1e-6.")
@@ -169,6 +186,8 @@ def _load(path: Path, name: str) -> Callable[..., Any]:
     if spec is None or spec.loader is None:
         _fail(f"`problem` must name a Python file, got {path}.")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # as an import would
+    sys.path.insert(0, str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -194,7 +213,7 @@ def _print_certificates(
         good = sum(c.holds for c in cert.claims)
         table.add_row(
             name, f"{res.start.b:.4g}", f"{res.nit + 1:,}", most, f"{res.sq_norm:.2e}",
-            f"{res.b:.4g}", f"{good} of {len(cert.claims)}", res.status.name.lower(),
+            f"{res.b:.4g}", _held(good, cert), res.status.name.lower(),
         )  # fmt: skip
         notes += [f"b₁ = {name}: {c}" for c in cert.claims if not c.holds]
         notes += [f"b₁ = {name}: the run contradicts: {text}" for text in cert.refuted]
@@ -204,6 +223,11 @@ def _print_certificates(
     for note in notes:
         print(note)
     return held
+
+
+def _held(good: int, cert: Certificate) -> str:
+    missing = f", {len(cert.not_claimed)} not made" if cert.not_claimed else ""
+    return f"{good} of {len(cert.claims)}{missing}"
 
 
 def _text(value: float | None) -> str:

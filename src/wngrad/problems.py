@@ -138,6 +138,30 @@ def huber(rows: int = 40, columns: int = 10, *, delta: float = 1.0, seed: int = 
     )
 
 
+def geman_mcclure(rows: int = 40, columns: int = 10, *, seed: int = 0) -> Problem:
+    """Mean of r²/(1 + r²), r = Ax − y, where y is attained: not convex; L = 2·λ_max(AᵀA)/m."""
+    a, best = _design(rows, columns, seed)
+    y = a @ best
+
+    def f(x: Array) -> float:
+        sq = (a @ x - y) ** 2
+        return float((sq / (1 + sq)).mean())
+
+    def grad(x: Array) -> Array:
+        r = a @ x - y
+        return a.T @ (2 * r / (1 + r**2) ** 2) / rows
+
+    return Problem(
+        "geman-mcclure",
+        f=f,
+        grad=grad,
+        x0=best + 0.3,
+        f_star=0.0,
+        x_star=best,
+        lipschitz=2 * _largest(a) / rows,
+    )
+
+
 def softplus(rows: int = 40, columns: int = 10, *, seed: int = 0) -> Problem:
     """Mean of log(1 + exp(aᵀx)) + log(1 + exp(−aᵀx)): least at 0; L = λ_max(AᵀA)/(2m)."""
     a, _ = _design(rows, columns, seed)
@@ -292,6 +316,7 @@ ZOO: dict[str, Callable[[], Problem]] = {
     "logistic-l2": partial(logistic, l2=0.1),
     "huber": huber,
     "softplus": softplus,
+    "geman-mcclure": geman_mcclure,
     "absolute": absolute,
     "rosenbrock": rosenbrock,
     "styblinski-tang": styblinski_tang,

@@ -26,8 +26,12 @@ class Kind:
     name: str
     sq_norm: Callable[[Array], float]
     equal: Callable[[Array, Array], bool]
-    gradient_of: Callable[[Callable[..., Any]], Oracle] | None  # its own autograd
+    copy: Callable[[Array], Array]
+    to_numpy: Callable[[Array], np.ndarray]
     from_numpy: Callable[[np.ndarray, Array], Array]  # an array like the second one
+    is_array: Callable[[object], bool]
+    plain: Callable[[Callable[..., Any]], Callable[..., Any]]  # a function, without autograd
+    gradient_of: Callable[[Callable[..., Any]], Oracle] | None  # its own autograd
 
 
 def _loaded(module: str, name: str, x: object) -> bool:
@@ -43,20 +47,24 @@ def kind_of(x: object) -> Kind:
     return _NUMPY
 
 
-def start(owner: str, x0: object) -> tuple[Kind, Array]:
-    """The starting point as an array of floating-point numbers, and its kind."""
+def start(owner: str, x0: Any) -> tuple[Kind, Array]:
+    """The starting point as an array of its own, of float32 or float64, and its kind."""
     kind = kind_of(x0)
-    x: Any = np.asarray(x0) if kind is _NUMPY else x0
-    if kind is _NUMPY and x.dtype.kind in "iub":
-        x = x.astype(np.float64)
-    floating = x.is_floating_point() if kind.name == "torch" else np.dtype(x.dtype).kind == "f"
-    if not floating:
-        raise TypeError(f"{owner}: `x0` must hold real numbers, got {x0!r}.")
-    if kind.name == "torch":
-        x = x.detach()
-    if not np.isfinite(kind.sq_norm(x)):
+    x = x0
+    if kind is _NUMPY:
+        x = np.asarray(x0)
+        x = x.astype(np.float64) if x.dtype.kind in "iub" else x
+    if str(x.dtype).rpartition(".")[2] not in ("float32", "float64"):
+        raise TypeError(f"{owner}: `x0` must hold float32 or float64 numbers, got {x0!r}.")
+    x = kind.copy(x)
+    if not np.isfinite(kind.to_numpy(x)).all():
         raise ValueError(f"{owner}: `x0` must be finite, got {x0!r}.")
     return kind, x
+
+
+def epsilon(x: Array) -> float:
+    """The rounding unit of an array's type."""
+    return float(np.finfo(str(x.dtype).rpartition(".")[2]).eps)
 
 
 def oracle(
@@ -67,11 +75,12 @@ def oracle(
         raise TypeError(f"{owner}: `f` must be a function, got {f!r}.")
     g = (lambda x: f(x, *args)) if args else f
     if jac is True:
-        return g
+        return kind.plain(g)
     if callable(jac):
-        return (lambda x: (None, jac(x, *args))) if args else (lambda x: (None, jac(x)))
+        d = kind.plain((lambda x: jac(x, *args)) if args else jac)
+        return lambda x: (None, d(x))
     if isinstance(jac, str) and jac in ("2-point", "3-point"):
-        return _finite_differences(g, central=jac == "3-point", kind=kind)
+        return _finite_differences(kind.plain(g), central=jac == "3-point", kind=kind)
     if jac is not None:
         raise ValueError(f"{owner}: {_JAC}; got {jac!r}.")
     if kind.gradient_of is None:
@@ -79,12 +88,45 @@ def oracle(
     return kind.gradient_of(g)
 
 
+def scalar(owner: str, value: Any) -> float:
+    """f's value as a float; an array of one element will do, as for scipy."""
+    try:
+        return float(value.reshape(()) if getattr(value, "ndim", 0) else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{owner}: `f` must return one number, got {value!r}.") from None
+
+
+def first(owner: str, oracle: Oracle, kind: Kind, x: Array) -> tuple[Oracle, Any, Array]:
+    """The first evaluation, checked; and an oracle that makes arrays of what was none."""
+    both = oracle(x)
+    if not (isinstance(both, tuple) and len(both) == 2):
+        raise ValueError(f"{owner}: `f` must return (value, gradient) for jac=True, got {both!r}.")
+    made = oracle
+    if not kind.is_array(both[1]):
+        made = lambda x: _arrayed(oracle(x), kind, x)  # noqa: E731
+        try:
+            both = _arrayed(both, kind, x)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{owner}: `jac` must return an array, got {both[1]!r}.") from error
+    if tuple(both[1].shape) != tuple(x.shape):
+        raise ValueError(
+            f"{owner}: `jac` must return an array of the shape of `x0`, {tuple(x.shape)}, "
+            f"got {tuple(both[1].shape)}."
+        )
+    return made, both[0], both[1]
+
+
+def _arrayed(both: tuple[Any, Any], kind: Kind, like: Array) -> tuple[Any, Array]:
+    g = np.asarray(both[1], dtype=np.float64)
+    return both[0], kind.from_numpy(g, like) if g.size == np.size(like) else g
+
+
 def _finite_differences(f: Callable[..., Any], central: bool, kind: Kind) -> Oracle:
     def value_and_gradient(x: Array) -> tuple[Any, Array]:
-        flat = np.asarray(x, dtype=np.float64).ravel()
+        flat = kind.to_numpy(x).astype(np.float64).ravel()
         # The step that balances truncation against rounding: ε^(1/2), or ε^(1/3) if central.
-        h = np.finfo(np.asarray(x).dtype).eps ** (1 / 3 if central else 1 / 2)
-        value = f(x)
+        h = epsilon(x) ** (1 / 3 if central else 1 / 2)
+        value = float(f(x))
         gradient = np.empty_like(flat)
         for i in range(flat.size):
             d = h * max(1.0, abs(flat[i]))
@@ -112,8 +154,12 @@ _NUMPY = Kind(
     name="numpy",
     sq_norm=lambda g: float(np.vdot(g, g)),
     equal=lambda x, y: bool(np.array_equal(x, y)),
-    gradient_of=None,
+    copy=np.array,
+    to_numpy=np.asarray,
     from_numpy=lambda a, like: a.reshape(np.shape(like)).astype(np.asarray(like).dtype),
+    is_array=lambda g: isinstance(g, np.ndarray),
+    plain=lambda f: f,
+    gradient_of=None,
 )
 
 
@@ -122,13 +168,20 @@ def _torch() -> Kind:
 
     def gradient_of(f: Callable[..., Any]) -> Oracle:
         def value_and_gradient(x: Array) -> tuple[Any, Array]:
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
+            with torch.inference_mode(False), torch.enable_grad():
+                x = x.detach().clone().requires_grad_()
                 value = f(x)
                 (gradient,) = torch.autograd.grad(value, x)
             return value.detach(), gradient
 
         return value_and_gradient
+
+    def plain(f: Callable[..., Any]) -> Callable[..., Any]:
+        def detached(x: Array) -> Any:
+            with torch.no_grad():
+                return f(x)
+
+        return detached
 
     def sq_norm(g: Array) -> float:
         flat = g.detach().flatten()
@@ -138,8 +191,12 @@ def _torch() -> Kind:
         name="torch",
         sq_norm=sq_norm,
         equal=torch.equal,
-        gradient_of=gradient_of,
+        copy=lambda x: x.detach().clone(),
+        to_numpy=lambda x: x.detach().cpu().numpy(),
         from_numpy=lambda a, like: torch.as_tensor(a).to(like).view_as(like),
+        is_array=lambda g: isinstance(g, torch.Tensor),
+        plain=plain,
+        gradient_of=gradient_of,
     )
 
 
@@ -151,6 +208,10 @@ def _jax() -> Kind:
         name="jax",
         sq_norm=lambda g: float(jnp.vdot(g, g)),
         equal=lambda x, y: bool(jnp.array_equal(x, y)),
-        gradient_of=jax.value_and_grad,
+        copy=lambda x: x,  # they never change
+        to_numpy=np.asarray,
         from_numpy=lambda a, like: jnp.asarray(a, like.dtype).reshape(like.shape),
+        is_array=lambda g: isinstance(g, jax.Array),
+        plain=lambda f: f,
+        gradient_of=jax.value_and_grad,
     )

@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 
 
-def lemma_2_2_steps(*, lipschitz: float, gap: float, delta: float, tol: float) -> float:
-    """Constant steps η = δ/L, δ ≤ 1: ‖∇f‖² ≤ ε after T = 2L(f(x₁) − f*)/(δε) points (Lemma 2.2)."""
-    _positive("lemma_2_2_steps", lipschitz=lipschitz, delta=delta, tol=tol)
-    _nonnegative("lemma_2_2_steps", gap=gap)
+def lemma_2_1_steps(*, lipschitz: float, gap: float, delta: float, tol: float) -> float:
+    """Constant steps η = δ/L, δ ≤ 1: ‖∇f‖² ≤ ε after T = 2L(f(x₁) − f*)/(δε) points (Lemma 2.1)."""
+    _positive("lemma_2_1_steps", lipschitz=lipschitz, delta=delta, tol=tol)
+    _nonnegative("lemma_2_1_steps", gap=gap)
     if delta > 1:
-        raise ValueError(f"lemma_2_2_steps: `delta` must be <= 1, got {delta!r}.")
+        raise ValueError(f"lemma_2_1_steps: `delta` must be <= 1, got {delta!r}.")
     return 2 * lipschitz * gap / (delta * tol)
 
 
@@ -56,10 +56,10 @@ def _theorem_2_3(lipschitz: float, gap: float, b1: float, grad_norm: float) -> t
     return 1.0, lipschitz**2 * (1 - delta) + 16 * reach**2
 
 
-def lemma_2_4_points(*, lipschitz: float, b1: float, tol: float) -> int:
+def lemma_2_4_points(*, lipschitz: float, b1: float, tol: float) -> float:
     """By N = max(1, ⌈L(L − b₁)/ε⌉ + 1), some ‖∇f(x_k)‖² ≤ ε or b_N ≥ L (Lemma 2.4)."""
     _positive("lemma_2_4_points", lipschitz=lipschitz, b1=b1, tol=tol)
-    return max(1, math.ceil(lipschitz * (lipschitz - b1) / tol) + 1)
+    return max(1.0, ceil(lipschitz * (lipschitz - b1) / tol) + 1)
 
 
 def lemma_2_5_b(*, b_k0: float, gap_k0: float) -> float:
@@ -111,6 +111,16 @@ def theorem_3_1_gap(
     return noise + b1 * distance**2 / (2 * k)
 
 
+def ceil(x: float) -> float:
+    """⌈x⌉, and ∞ as it is."""
+    return float(math.ceil(x)) if math.isfinite(x) else x
+
+
+def well_started(b1: float, grad_norm: float) -> bool:
+    """b₁ ≥ ‖∇f(x₁)‖, with a rounding's grace: as b₁ a norm may come out short of itself."""
+    return b1 >= grad_norm * (1 - 1e-15)
+
+
 def _positive(owner: str, **values: float) -> None:
     for name, value in values.items():
         if not value > 0:  # also catches nan
@@ -124,6 +134,5 @@ def _nonnegative(owner: str, **values: float) -> None:
 
 
 def _start(owner: str, b1: float, grad_norm: float) -> None:
-    # ‖∇f(x₁)‖ is the root of a sum: as b₁ it may come out a rounding short of itself.
-    if not b1 >= grad_norm * (1 - 1e-15):
+    if not well_started(b1, grad_norm):
         raise ValueError(f"{owner}: `b1` must be >= ‖∇f(x₁)‖ = {grad_norm!r}, got {b1!r}.")

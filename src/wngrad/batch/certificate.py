@@ -14,13 +14,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from wngrad.batch import bounds
+from wngrad.batch.arrays import kind_of
+from wngrad.batch.updates import UPDATES
 
 if TYPE_CHECKING:
-    from wngrad.batch.result import Result
+    from wngrad.batch.result import Result, Trace
     from wngrad.batch.stochastic import StochasticResult
 
-# What float64 may lose on the way to either side, relative to the numbers that went in.
-ROUNDING = 1e-12
+# What rounding may cost on the way to either side, in units of the run's last place and relative to
+# the numbers that went in: 1e-12 in float64.
+_UNITS = 4500
+# Near a minimum a slope is a quotient of two roundings; only an excess above this contradicts L.
+_ALLOWANCE = 1.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,7 @@ def _full(parts: tuple[tuple[str, object], ...]) -> Iterator[tuple[str, list[str
 class _Draft:
     """A certificate in the making."""
 
-    def __init__(self, rounding: float = ROUNDING) -> None:
+    def __init__(self, rounding: float = 1e-12) -> None:
         self.rounding = rounding
         self.claims: list[Claim] = []
         self.verified: list[str] = []
@@ -113,7 +118,7 @@ def certify(
     *,
     lipschitz: float | None = None,
     f_star: float | None = None,
-    rounding: float = ROUNDING,
+    rounding: float | None = None,
 ) -> Certificate:
     """The paper's inequalities on a run of `minimize`.
 
@@ -122,7 +127,8 @@ def certify(
         lipschitz: L, if you know it. A run with a trace is searched for a slope above it.
         f_star: a lower bound on f, if you know it.
         rounding: what may be lost on the way to either side of a claim, relative to the numbers
-            that went in; more than the default for gradients by finite differences.
+            that went in: 4,500 units in the last place of x's type (1e-12 in float64) unless
+            given. Gradients by finite differences need more.
 
     Returns:
         A `Certificate`. Print it.
@@ -132,11 +138,17 @@ def certify(
         >>> print(res.certify(lipschitz=2.0, f_star=0.0).claims[-2])
         Lemma 2.5: b after k0 = 1: 30.2092 ≤ 210   given lipschitz=2, f_star=0
     """
-    draft = _Draft(rounding)
+    for name, value in (("lipschitz", lipschitz), ("f_star", f_star)):
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"certify: `{name}` must be finite, got {value!r}.")
+    if lipschitz is not None and not lipschitz > 0:
+        raise ValueError(f"certify: `lipschitz` must be > 0, got {lipschitz!r}.")
+    draft = _Draft(_UNITS * run.eps if rounding is None else rounding)
+    draft.assumed.append("f and ∇f are what the run says they are at its points")
+    _ends(draft, run)
     _recursion(draft, run)
-    if run.trace is not None and len(run.trace) > 1:
-        slopes = run.trace.slope[np.isfinite(run.trace.slope)]
-        draft.lipschitz_seen = float(slopes.max()) if slopes.size else math.nan
+    if run.trace is not None:
+        draft.lipschitz_seen = float(np.nanmax(run.trace.slope, initial=-math.inf))
     if run.method == "adagrad-norm":
         draft.not_claimed.append("the paper has no bound for AdaGrad-Norm")
         return draft.finish()
@@ -144,12 +156,12 @@ def certify(
         missing = " and ".join(
             name for name, v in (("lipschitz", lipschitz), ("f_star", f_star)) if v is None
         )
-        draft.not_claimed.append(f"Lemmas 2.2 to 2.6 and Theorem 2.3: {missing} not given")
+        draft.not_claimed.append(f"Lemmas 2.1 to 2.6 and Theorem 2.3: {missing} not given")
         return draft.finish()
     _hypotheses(draft, run, lipschitz, f_star)
     given = (f"lipschitz={lipschitz:g}", f"f_star={f_star:g}")
     if run.method == "constant":
-        _lemma_2_2(draft, run, lipschitz, f_star, given)
+        _lemma_2_1(draft, run, lipschitz, f_star, given)
     else:
         _theorem_2_3(draft, run, lipschitz, f_star, given)
         _lemmas(draft, run, lipschitz, f_star, given)
@@ -157,42 +169,54 @@ def certify(
     return draft.finish()
 
 
+def _ends(draft: _Draft, run: Result) -> None:
+    """Does the result agree with itself? A doctored one does not."""
+    apart = [
+        _apart(run.sq_norm, kind_of(run.jac).sq_norm(run.jac)),
+        max(0.0, run.best - run.sq_norm),
+    ]
+    if run.trace is not None:
+        t = run.trace
+        pairs = (
+            (run.b, t.b[-1]),
+            (run.start.b, t.b[0]),
+            (run.sq_norm, t.sq_norm[-1]),
+            (run.start.sq_norm, t.sq_norm[0]),
+            (run.best, t.sq_norm.min()),
+            (run.start.fun, t.fun[0]),
+            (run.nit + 1, len(t)),
+        )
+        apart += [_apart(float(x), float(y)) for x, y in pairs]
+        apart += [_apart(run.fun, float(t.fun[-1]))] if math.isfinite(run.fun) else []
+    draft.claims.append(Claim("the parts of the result agree", max(apart), 1e-12))
+    if run.success:
+        draft.claims.append(Claim("‖∇f(x)‖² ≤ ε at the end", run.sq_norm, run.tol))
+
+
 def _recursion(draft: _Draft, run: Result) -> None:
-    """Was b what the algorithm says? A doctored run fails here."""
-    if run.trace is None or run.method != "wngrad":
+    """Was b what the method says?"""
+    if run.trace is None:
         return
     b, sq = run.trace.b, run.trace.sq_norm
-    expected = b[:-1] + sq[1:] / b[:-1]
-    off = float(np.max(np.abs(b[1:] - expected) / expected, initial=0.0))
-    draft.claims.append(
-        Claim("Algorithm 1: error of b_j = b_{j-1} + ‖∇f(x_j)‖²/b_{j-1}", off, 1e-12)
-    )
-    ends = max(
-        _apart(run.b, b[-1]),
-        _apart(run.start.b, b[0]),
-        _apart(run.sq_norm, sq[-1]),
-        _apart(run.best, sq.min()),
-        abs(len(b) - 1 - run.nit),
-    )
-    draft.claims.append(Claim("the trace and the result tell the same ends", float(ends), 1e-12))
-    if run.success:
-        draft.claims.append(Claim("‖∇f(x)‖² ≤ ε at the end", float(sq[-1]), run.tol))
+    expected = np.array([UPDATES[run.method](x, s, 1.0) for x, s in zip(b, sq[1:], strict=False)])
+    off = float(np.max(np.abs(b[1:] - expected) / np.abs(expected), initial=0.0))
+    name = "Algorithm 1: error of b_j = b_{j-1} + ‖∇f(x_j)‖²/b_{j-1}"
+    name = name if run.method == "wngrad" else f"{run.method}: error of b"
+    draft.claims.append(Claim(name, off, 1e-12))
 
 
 def _apart(x: float, y: float) -> float:
-    return abs(x - y) / max(abs(x), abs(y), 1e-300)
+    return 0.0 if x == y else abs(x - y) / max(abs(x), abs(y))
 
 
 def _hypotheses(draft: _Draft, run: Result, lipschitz: float, f_star: float) -> None:
     draft.assumed += [f"∇f is Lipschitz with L = {lipschitz:g}", f"f ≥ f* = {f_star:g}"]
-    lowest = min(run.fun, run.start.fun)
-    if run.trace is not None:
-        lowest = float(run.trace.fun.min())
-        # Near a minimum a slope is a quotient of two roundings; only a clear excess contradicts.
-        draft.check(
-            f"no slope of ∇f on the run exceeds L ({draft.lipschitz_seen:.6g} seen)",
-            not draft.lipschitz_seen > lipschitz * 1.01,
-        )
+    values = [run.start.fun, run.fun] if run.trace is None else run.trace.fun
+    lowest = float(np.nanmin(values))
+    seen = draft.lipschitz_seen
+    if run.trace is not None and seen > 0:
+        text = f"no slope of ∇f on the run exceeds {_ALLOWANCE}·L ({seen:.6g} seen)"
+        draft.check(text, seen <= _ALLOWANCE * lipschitz)
     slack = draft.rounding * max(1.0, abs(lowest), abs(f_star))
     draft.check(f"no f(x_k) lies below f* (lowest {lowest:.6g})", lowest >= f_star - slack)
 
@@ -201,20 +225,20 @@ def _gap(run: Result, f_star: float) -> float:
     return max(0.0, run.start.fun - f_star)
 
 
-def _lemma_2_2(
+def _lemma_2_1(
     draft: _Draft, run: Result, lipschitz: float, f_star: float, given: tuple[str, ...]
 ) -> None:
     delta = lipschitz / run.start.b
     if delta > 1:
-        draft.not_claimed.append(f"Lemma 2.2: the step is {delta:.4g}/L, above 1/L")
+        draft.not_claimed.append(f"Lemma 2.1: the step is {delta:.4g}/L, above 1/L")
         return
     gap = _gap(run, f_star)
 
     def steps(tol: float) -> float:
-        return bounds.lemma_2_2_steps(lipschitz=lipschitz, gap=gap, delta=delta, tol=tol)
+        return bounds.lemma_2_1_steps(lipschitz=lipschitz, gap=gap, delta=delta, tol=tol)
 
     _rate_claims(
-        draft, run, f"Lemma 2.2, δ = {delta:.4g}", steps, steps(1.0) / (run.nit + 1), given
+        draft, run, f"Lemma 2.1, δ = {delta:.4g}", steps, steps(1.0) / (run.nit + 1), given
     )
 
 
@@ -249,7 +273,7 @@ def _rate_claims(
     """A rate, read both ways: how many points to ε, and how small by now."""
     rounding = draft.rounding * max(1.0, run.start.sq_norm)
     if run.success and run.tol > 0:
-        most = max(1.0, math.ceil(steps(run.tol)))
+        most = max(1.0, bounds.ceil(steps(run.tol)))
         text = f"{name}: points until ‖∇f‖² ≤ {run.tol:g}"
         draft.claims.append(Claim(text, run.nit + 1, most, given))
     elif run.tol > 0:
@@ -262,7 +286,7 @@ def _rate_claims(
 def _started_well(draft: _Draft, run: Result) -> bool:
     norm = math.sqrt(run.start.sq_norm)
     text = f"b₁ = {run.start.b:.6g} ≥ ‖∇f(x₁)‖ = {norm:.6g}"
-    good = run.start.b >= norm * (1 - 1e-15)
+    good = bounds.well_started(run.start.b, norm)
     if good and text not in draft.verified:
         draft.verified.append(text)
     return good
@@ -276,15 +300,12 @@ def _lemmas(
         return
     trace, b1, norm = run.trace, run.start.b, math.sqrt(run.start.sq_norm)
     trust = f"lipschitz={lipschitz:g}"
-    reached = np.flatnonzero(trace.b >= lipschitz)
     _lemma_2_4(draft, run, lipschitz, trust)
-    if reached.size == 0:
+    settled = settling(trace, lipschitz, f_star)
+    if settled is None:
         draft.not_claimed.append("Lemmas 2.5 and 2.6: b never reached L")
         return
-    k0 = int(reached[0])
-    limit = bounds.lemma_2_5_b(
-        b_k0=float(trace.b[k0]), gap_k0=max(0.0, float(trace.fun[k0]) - f_star)
-    )
+    k0, limit = settled
     scale = max(abs(float(trace.fun[k0])), abs(f_star), float(trace.b[-1]))
     rounding = 8 * draft.rounding * scale
     claim = Claim(f"Lemma 2.5: b after k0 = {k0 + 1}", float(trace.b[-1]), limit, given, rounding)
@@ -300,6 +321,16 @@ def _lemmas(
         Claim("Lemma 2.5: f(x_{k0})", float(trace.fun[k0]), f_limit, (trust,), rounding),
         Claim("Lemma 2.6: b_{k0}", float(trace.b[k0]), b_limit, (trust,), rounding),
     ]
+
+
+def settling(trace: Trace, lipschitz: float, f_star: float) -> tuple[int, float] | None:
+    """k0 − 1, where b first reaches L, and Lemma 2.5's limit on b from there."""
+    reached = np.flatnonzero(trace.b >= lipschitz)
+    if reached.size == 0:
+        return None
+    k0 = int(reached[0])
+    gap = max(0.0, float(trace.fun[k0]) - f_star)
+    return k0, bounds.lemma_2_5_b(b_k0=float(trace.b[k0]), gap_k0=gap)
 
 
 def _descent_lemma(draft: _Draft, run: Result, lipschitz: float) -> None:
@@ -326,6 +357,7 @@ def _lemma_2_4(draft: _Draft, run: Result, lipschitz: float, given: str) -> None
     tol = low * (1 - 1e-9)
     n = bounds.lemma_2_4_points(lipschitz=lipschitz, b1=run.start.b, tol=tol)
     if n <= len(run.trace) - 1:
+        n = int(n)
         short = lipschitz - float(run.trace.b[n - 1])
         rounding = draft.rounding * lipschitz
         draft.claims.append(Claim(f"Lemma 2.4: L − b_N at N = {n}", short, 0.0, (given,), rounding))
@@ -359,10 +391,11 @@ def certify_stochastic(
     floored = draft.check(
         f"every ‖g_k‖ ≥ γ = {floor:.6g} (smallest {run.grad_min:.6g})", run.grad_min >= floor
     )
-    draft.check(
-        f"every ‖g_k‖ ≤ G = {bound:.6g} (largest {run.grad_max:.6g})", run.grad_max <= bound
-    )
-    started = run.b_first >= run.grad_first * (1 - 1e-15)
+    if grad_bound is None:
+        draft.check(f"every ‖g_k‖ ≤ G = {bound:.6g}, the largest seen", run.grad_max <= bound)
+    else:
+        draft.assumed.append(f"E‖g_k‖² ≤ G² with G = {bound:g} (largest ‖g_k‖ {run.grad_max:.6g})")
+    started = bounds.well_started(run.b_first, run.grad_first)
     text = f"b₁ = {run.b_first:.6g} ≥ ‖g₁‖ = {run.grad_first:.6g}"
     if not (started and floored):
         draft.not_claimed.append(f"b_k ≥ γ√k and Theorem 3.1: need {text} and ‖g_k‖ ≥ γ")

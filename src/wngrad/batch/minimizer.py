@@ -7,22 +7,18 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from numbers import Integral, Real
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
 from wngrad import rule
 from wngrad.batch import arrays, starts
+from wngrad.batch.arrays import Kind
 from wngrad.batch.result import MESSAGES, EvaluationError, Result, Start, Status, Trace
+from wngrad.batch.updates import UPDATES
 
 Method = Literal["wngrad", "adagrad-norm", "constant"]
-
-# How b takes in λ²‖∇f(x_j)‖², here with λ = 1. A constant b is gradient descent at the rate 1/b.
-UPDATES: dict[str, Callable[[float, float, float], float]] = {
-    "wngrad": rule.next_b,
-    "adagrad-norm": rule.adagrad_norm,
-    "constant": lambda b, sq, lam: b,
-}
 
 # x is compared with its predecessor once in so many steps: once it has stopped it stays.
 _STALL_CHECK = 64
@@ -66,22 +62,24 @@ def minimize(
         args: further arguments of `f` and `jac`.
         b_init: b₁. A number; "gradient" for ‖∇f(x₁)‖, which the theorems ask for, or
             ("gradient", C); "lipschitz" for the sampled Lipschitz estimate, or ("lipschitz", R).
-        method: the comparators "adagrad-norm" and "constant" (the rate 1/b₁) go through the same
-            loop.
+        method: the comparators go through the same loop: "constant" (the rate 1/b₁), and
+            "adagrad-norm", whose b takes in ‖∇f(x₁)‖² before the first step, as its authors do.
         tol: ε, a bound on ‖∇f‖², the *squared* norm.
         max_steps: a limit on steps.
         max_seconds: a limit on time.
-        callback: called after each step with x, or with an `intermediate_result` if it has a
-            parameter of that name; stops the run by raising StopIteration or returning True.
+        callback: called after each step with a copy of x, or with an `intermediate_result` if it
+            has a parameter of that name; stops the run by raising StopIteration or returning True.
         trace: keep b_k, ‖∇f(x_k)‖², f(x_k) and the slopes of the gradient for every k.
         progress: a line on standard error, about once a second.
         seed: for "lipschitz".
 
     Returns:
-        A `Result`; how the run ended is in `status` and `message`, and never raised.
+        A `Result`; how the run ended is in `status` and `message`.
 
     Raises:
-        EvaluationError: if `f`, `jac` or `callback` raises; its `result` has the last good point.
+        EvaluationError: if `f`, `jac` or `callback` raises on the way; its `result` has the last
+            good point. What they raise at `x0` comes through as it is, and a KeyboardInterrupt is
+            given the `result`.
 
     Example:
         >>> res = minimize(lambda x: x @ x, [3.0, -4.0], jac=lambda x: 2 * x)
@@ -90,38 +88,39 @@ def minimize(
         >>> bool(abs(res.x).max() < 1e-5)
         True
     """
+    owner = "minimize"
     _check(method, b_init, tol, max_steps, max_seconds)
-    kind, x = arrays.start("minimize", x0)
-    run = _Run(f, args, arrays.oracle("minimize", f, jac, kind, args), kind)
+    args = args if isinstance(args, tuple) else (args,)
+    kind, x = arrays.start(owner, x0)
+    run = _Run(f, args, jac, kind)
     run.watch(callback, trace, progress)
-    value, g = run.oracle(x)
-    value = run.value(x) if value is None else float(value)
-    if tuple(g.shape) != tuple(x.shape):
-        raise ValueError(
-            f"minimize: `jac` must return an array of the shape of `x0`, {tuple(x.shape)}, "
-            f"got {tuple(g.shape)}."
-        )
+    run.oracle, value, g = arrays.first(owner, run.oracle, kind, x)
+    value = run.value(x) if value is None else arrays.scalar(owner, value)
     sq = kind.sq_norm(g)
     if not (math.isfinite(sq) and math.isfinite(value)):
-        raise ValueError(f"minimize: `f` and its gradient must be finite at `x0`, got f = {value}.")
+        raise ValueError(f"{owner}: `f` and its gradient must be finite at `x0`, got f = {value}.")
+    if sq == 0 and kind.to_numpy(g).any():
+        raise ValueError(f"{owner}: `f` must be scaled up: its gradient's square underflows.")
     b = 1.0  # a start where the gradient is zero needs none
     if sq:
-        b, run.extra = starts.first_b("minimize", b_init, x, sq, run.gradient, kind, seed)
-    limits = _Limits(tol, max_steps, max_seconds)
+        b, run.extra = starts.first_b(owner, b_init, x, sq, run.gradient, kind, int(seed))
+    if method == "adagrad-norm":
+        b = rule.adagrad_norm(b, sq, 1.0)
+    limits = _Limits(float(tol), int(max_steps), float(max_seconds))
     return _descend(run, method, _Point(x, g, sq, value), b, limits)
 
 
 def gradient_descent(f: Callable[..., Any], x0: Any, *, step: float, **options: Any) -> Result:
-    """Gradient descent with a constant step: converges up to 1/L, may not from 2/L (Lemma 2.2).
+    """Gradient descent with a constant step: converges up to 1/L, may not from 2/L (Lemma 2.1).
 
     Args:
         f: as for `minimize`, and so are all other options.
         x0: x₁.
         step: η.
     """
-    if not (isinstance(step, (int, float)) and step > 0 and math.isfinite(step)):
+    if not (isinstance(step, Real) and 0 < step < math.inf):
         raise ValueError(f"gradient_descent: `step` must be > 0 and finite, got {step!r}.")
-    return minimize(f, x0, b_init=1 / step, method="constant", **options)
+    return minimize(f, x0, b_init=float(1 / step), method="constant", **options)
 
 
 def scipy_method(
@@ -129,22 +128,38 @@ def scipy_method(
 ) -> Any:
     """For `scipy.optimize.minimize(f, x0, jac=grad, method=wngrad.scipy_method)`.
 
-    Takes `tol`, `callback` and the options of `minimize`; `maxiter` is `max_steps` and `disp`
-    is `progress`. Bounds, constraints and second derivatives are refused.
+    Takes `tol` (ε, on the squared norm), `callback` and the options of `minimize`; scipy's
+    `gtol` is √ε, `maxiter` is `max_steps` and `disp` is `progress`. Bounds, constraints and
+    second derivatives are refused, and finite differences too: scipy does not pass them on.
     """
     from scipy.optimize import OptimizeResult
 
-    names = {"maxiter": "max_steps", "disp": "progress", "gtol": "tol"}
+    owner = "scipy_method"
     for name in ("bounds", "constraints", "hess", "hessp"):
         given = options.pop(name, None)
         if given is not None and not (isinstance(given, (tuple, list)) and len(given) == 0):
-            raise ValueError(f"scipy_method: `{name}` must not be given, got {given!r}.")
-    options = {names.get(key, key): value for key, value in options.items() if value is not None}
-    res = minimize(fun, x0, args=args, **options)
+            raise ValueError(f"{owner}: `{name}` must not be given, got {given!r}.")
+    chosen = {key: value for key, value in options.items() if value is not None}
+    if "jac" not in chosen:
+        raise ValueError(
+            f"{owner}: `jac` must be a function or True, got None; for finite differences call "
+            f"wngrad.minimize(..., jac='3-point')."
+        )
+    if "gtol" in chosen:
+        chosen["gtol"] = chosen["gtol"] ** 2
+    for theirs, ours in (("gtol", "tol"), ("maxiter", "max_steps"), ("disp", "progress")):
+        if theirs in chosen and ours in chosen:
+            raise ValueError(f"{owner}: give `{theirs}` or `{ours}`, not both.")
+        if theirs in chosen:
+            chosen[ours] = chosen.pop(theirs)
+    known = inspect.signature(minimize).parameters
+    if unknown := sorted(set(chosen) - set(known)):
+        raise TypeError(f"{owner}: `options` must be those of minimize, got {unknown}.")
+    res = minimize(fun, x0, args=args, **chosen)
+    fields = ("x", "fun", "jac", "nit", "nfev", "njev", "success", "message", "b", "sq_norm")
     return OptimizeResult(
-        x=res.x, fun=res.fun, jac=res.jac, nit=res.nit, nfev=res.nfev, njev=res.njev,
-        status=int(res.status), success=res.success, message=res.message,
-    )  # fmt: skip
+        status=int(res.status), trace=res.trace, **{name: getattr(res, name) for name in fields}
+    )
 
 
 class _Limits(NamedTuple):
@@ -165,14 +180,17 @@ class _Point(NamedTuple):
 class _Run:
     """A function under way: how to evaluate it, and who watches."""
 
-    def __init__(
-        self, f: Callable[..., Any], args: tuple[Any, ...], oracle: arrays.Oracle, kind: arrays.Kind
-    ) -> None:
-        self.f, self.args, self.oracle, self.kind = f, args, oracle, kind
+    def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], jac: Any, kind: Kind) -> None:
+        self.f, self.args, self.kind = f, args, kind
         self.nfev = self.extra = 0
+        # Finite differences evaluate f behind our back: those calls are counted, too.
+        known = self.value if isinstance(jac, str) else f
+        self.oracle = arrays.oracle(
+            "minimize", known, jac, kind, () if isinstance(jac, str) else args
+        )
 
     def watch(self, callback: Callable[..., Any] | None, trace: bool, progress: bool) -> None:
-        self.tell = _teller(callback)
+        self.tell = _teller(callback, self.kind.copy)
         self.rows: list[tuple[float, float, float, float]] | None = [] if trace else None
         self.line = _Line() if progress else None
         self.wants_f = trace or callback is not None
@@ -183,78 +201,87 @@ class _Run:
 
     def value(self, x: Any) -> float:
         self.nfev += 1
-        return float(self.f(x, *self.args))
+        return arrays.scalar("minimize", self.f(x, *self.args))
 
-    def note(self, nit: int, old: _Point | None, old_b: float, new: _Point, b: float) -> bool:
+    def note(self, nit: int, old: _Point | None, new: _Point, b: float) -> bool:
         """Tell whoever watches about a new point; true if the callback wants to stop."""
+        value = math.nan if new.value is None else float(new.value)
         if self.line is not None:
             self.line.show(nit, new.sq, b)
         if self.rows is not None:
-            moved = math.sqrt(old.sq) / old_b if old is not None else 0.0
-            change = self.kind.sq_norm(new.g - old.g) if old is not None else 0.0
-            slope = math.sqrt(change) / moved if moved else math.nan
-            self.rows.append((b, new.sq, float(new.value or 0.0), slope))
+            slope = math.nan if old is None else self._slope(old, new)
+            self.rows.append((b, new.sq, value, slope))
         if self.tell is None or old is None:
             return False
-        return self.tell(Intermediate(new.x, float(new.value or 0.0), nit, b, new.sq))
+        return self.tell(Intermediate(new.x, value, nit, b, new.sq))
+
+    def _slope(self, old: _Point, new: _Point) -> float:
+        moved = self.kind.sq_norm(new.x - old.x)
+        return math.sqrt(self.kind.sq_norm(new.g - old.g) / moved) if moved else math.nan
 
 
 def _descend(run: _Run, method: str, first: _Point, b: float, limits: _Limits) -> Result:
     """The loop of Algorithm 1. What nobody asked for costs nothing in it."""
     oracle, sq_norm, equal, update = run.oracle, run.kind.sq_norm, run.kind.equal, UPDATES[method]
+    copy = run.kind.copy if run.rows is not None else None  # a gradient may reuse its memory
     tol, max_steps, max_seconds = limits
     deadline = time.monotonic() + max_seconds if max_seconds < math.inf else None
     x, g, sq, value = first
-    begin, best, nit, error = Start(b, sq, float(value or 0.0)), sq, 0, None
+    shape, error = g.shape, None
+    begin, best, nit, tried = Start(b, sq, float(value or 0.0)), sq, 0, 1
     try:
         if run.watched:
-            run.note(0, None, b, first, b)
+            run.note(0, None, first, b)
         while True:
             if sq <= tol:
                 status = Status.CONVERGED
                 break
-            if nit >= max_steps:
-                status = Status.STEP_LIMIT
-                break
-            if deadline is not None and time.monotonic() > deadline:
-                status = Status.TIME_LIMIT
+            if nit >= max_steps or (deadline is not None and time.monotonic() > deadline):
+                status = Status.STEP_LIMIT if nit >= max_steps else Status.TIME_LIMIT
+                if nit and equal(rule.step(x, g, b), x):
+                    status = Status.STALLED
                 break
             new = rule.step(x, g, b)  # x_j ← x_{j-1} − ∇f(x_{j-1})/b_{j-1}
+            old = _Point(x, g if copy is None else copy(g), sq, value) if run.watched else None
             new_value, new_g = oracle(new)
-            new_sq = sq_norm(new_g)
+            tried += 1
+            if new_g.shape != shape:
+                raise ValueError(f"`jac` returned the shape {tuple(new_g.shape)}")
             if run.wants_f and new_value is None:
                 new_value = run.value(new)
-            if not new_sq < math.inf or (new_value is not None and not abs(new_value) < math.inf):
+            new_sq = sq_norm(new_g)
+            new_b = update(b, new_sq, 1.0)  # b_j ← b_{j-1} + ‖∇f(x_j)‖²/b_{j-1}
+            finite = new_sq < math.inf and new_b < math.inf
+            if not finite or (new_value is not None and not abs(new_value) < math.inf):
                 status = Status.NOT_FINITE
                 break
             nit += 1
-            new_b = update(b, new_sq, 1.0)  # b_j ← b_{j-1} + ‖∇f(x_j)‖²/b_{j-1}
             stalled = nit % _STALL_CHECK == 0 and new_sq > tol and equal(new, x)
-            # The old point is dropped at once unless somebody looks at it: its memory is reused.
-            old = _Point(x, g, sq, value) if run.watched else None
-            x, g, sq, value, old_b, b = new, new_g, new_sq, new_value, b, new_b
+            x, g, sq, value, b = new, new_g, new_sq, new_value, new_b
             if sq < best:
                 best = sq
-            if old is not None and run.note(nit, old, old_b, _Point(x, g, sq, value), b):
+            if old is not None and run.note(nit, old, _Point(x, g, sq, value), b):
                 status = Status.STOPPED
                 break
             if stalled:
                 status = Status.STALLED
                 break
-    except Exception as raised:
+        if value is None:
+            value = run.value(x)
+            if not math.isfinite(value):
+                status = Status.NOT_FINITE
+    except (Exception, KeyboardInterrupt) as raised:
         status, error = Status.RAISED, raised
     finally:
         if run.line is not None:
             run.line.close()
-    if value is None and error is None:
-        value = run.value(x)
     result = Result(
         x=x,
         fun=math.nan if value is None else float(value),
         jac=g,
         nit=nit,
-        nfev=run.nfev or nit + 1 + run.extra,
-        njev=nit + 1 + run.extra,
+        nfev=run.nfev or tried + run.extra,
+        njev=tried + run.extra,
         status=status,
         message=MESSAGES[status],
         b=b,
@@ -263,28 +290,46 @@ def _descend(run: _Run, method: str, first: _Point, b: float, limits: _Limits) -
         tol=tol,
         method=method,
         start=begin,
+        eps=arrays.epsilon(x),
         trace=None if run.rows is None else Trace(*map(np.array, zip(*run.rows, strict=True))),
     )
     if error is not None:
-        raise EvaluationError(
-            f"minimize: {type(error).__name__} after step {nit} ({error}); "
-            f"the last good point is in this error's `result`.",
-            result,
-        ) from error
+        raise_with(error, "minimize", result)
     return result
 
 
-def _teller(callback: Callable[..., Any] | None) -> Callable[[Intermediate], bool] | None:
+def raise_with(error: BaseException, owner: str, result: Any) -> NoReturn:
+    """Pass on what f, its gradient or the callback raised, with the last good point."""
+    if isinstance(error, KeyboardInterrupt):
+        error.result = result  # type: ignore[attr-defined]
+        raise error
+    raise EvaluationError(
+        f"{owner}: {type(error).__name__} after step {result.nit} ({error}); "
+        f"the last good point is in this error's `result`.",
+        result,
+    ) from error
+
+
+def _teller(
+    callback: Callable[..., Any] | None, copy: Callable[[Any], Any]
+) -> Callable[[Intermediate], bool] | None:
     """The callback by scipy's convention: true if it wants to stop."""
     if callback is None:
         return None
-    named = "intermediate_result" in inspect.signature(callback).parameters
+    if not callable(callback):
+        raise TypeError(f"minimize: `callback` must be a function, got {callback!r}.")
+    try:
+        named = "intermediate_result" in inspect.signature(callback).parameters
+    except ValueError:  # a built-in without a signature
+        named = False
 
     def tell(now: Intermediate) -> bool:
+        mine = now._replace(x=copy(now.x))
         try:
-            return (callback(intermediate_result=now) if named else callback(now.x)) is True
+            answer = callback(intermediate_result=mine) if named else callback(mine.x)
         except StopIteration:
             return True
+        return isinstance(answer, (bool, np.bool_)) and bool(answer)
 
     return tell
 
@@ -309,14 +354,18 @@ class _Line:
             print(file=sys.stderr)
 
 
-def _check(method: str, b_init: Any, tol: float, max_steps: int, max_seconds: float) -> None:
+def _check(method: Any, b_init: Any, tol: Any, max_steps: Any, max_seconds: Any) -> None:
     owner = "minimize"
     if method not in UPDATES:
         raise ValueError(f"{owner}: `method` must be one of {list(UPDATES)}, got {method!r}.")
     starts.parse(owner, b_init)
-    if not (isinstance(tol, (int, float)) and tol >= 0):
+    if not (isinstance(tol, Real) and float(tol) >= 0):
         raise ValueError(f"{owner}: `tol` must be >= 0, got {tol!r}.")
-    if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 0:
-        raise ValueError(f"{owner}: `max_steps` must be an integer >= 0, got {max_steps!r}.")
-    if not (isinstance(max_seconds, (int, float)) and max_seconds >= 0):
+    check_count(owner, "max_steps", max_steps, least=0)
+    if not (isinstance(max_seconds, Real) and float(max_seconds) >= 0):
         raise ValueError(f"{owner}: `max_seconds` must be >= 0, got {max_seconds!r}.")
+
+
+def check_count(owner: str, name: str, value: Any, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ValueError(f"{owner}: `{name}` must be an integer >= {least}, got {value!r}.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wngrad.batch import bounds
+from wngrad.batch.certificate import settling
 
 if TYPE_CHECKING:
     from wngrad.batch.result import Result
@@ -67,14 +68,11 @@ def _bounds(
 ) -> None:
     trace, norm = res.trace, math.sqrt(res.start.sq_norm)
     assert trace is not None
-    reached = np.flatnonzero(trace.b >= lipschitz)
-    if reached.size:
-        k0 = int(reached[0])
-        limit = bounds.lemma_2_5_b(
-            b_k0=float(trace.b[k0]), gap_k0=max(0.0, float(trace.fun[k0]) - f_star)
-        )
+    settled = settling(trace, lipschitz, f_star)
+    if settled is not None:
+        k0, limit = settled
         left.hlines(limit, k[k0], k[-1] + 1, color=color, linestyle="--", linewidth=1)
-    if res.start.b < lipschitz and res.start.b < norm * (1 - 1e-15):
+    if res.start.b < lipschitz and not bounds.well_started(res.start.b, norm):
         return  # Theorem 2.3 does not speak of such a start.
     limits = [
         bounds.theorem_2_3_sq_norm(

@@ -28,10 +28,10 @@ MESSAGES = {
     Status.CONVERGED: "The tolerance was reached.",
     Status.STEP_LIMIT: "The limit on steps was reached before the tolerance.",
     Status.TIME_LIMIT: "The limit on time was reached before the tolerance.",
-    Status.NOT_FINITE: "f or its gradient is not finite at the next point; x is the last good one.",
+    Status.NOT_FINITE: "f, ∇f or b is not finite at the next point; x is the last good one.",
     Status.STALLED: "x no longer changes in floating point, above the tolerance.",
     Status.STOPPED: "The callback stopped the run.",
-    Status.RAISED: "f or its gradient raised at the next point; x is the last good one.",
+    Status.RAISED: "f, its gradient or the callback raised; x is the last good point.",
 }
 
 
@@ -75,6 +75,7 @@ class Result:
     tol: float
     method: str
     start: Start
+    eps: float  # the rounding unit of x's type
     trace: Trace | None = field(repr=False, default=None)
 
     @property
@@ -89,15 +90,14 @@ class Result:
         rounding: float | None = None,
     ) -> Certificate:
         """The paper's inequalities on this run; see `wngrad.batch.certificate.certify`."""
-        from wngrad.batch.certificate import ROUNDING, certify
+        from wngrad.batch.certificate import certify
 
-        loss = ROUNDING if rounding is None else rounding
-        return certify(self, lipschitz=lipschitz, f_star=f_star, rounding=loss)
+        return certify(self, lipschitz=lipschitz, f_star=f_star, rounding=rounding)
 
 
 class EvaluationError(RuntimeError):
     """f, its gradient or the callback raised; `result` keeps the last good point."""
 
-    def __init__(self, message: str, result: Result) -> None:
+    def __init__(self, message: str, result: Any) -> None:
         super().__init__(message)
         self.result = result

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import combinations
+from numbers import Integral, Real
 from typing import Any, Literal, cast
 
 import numpy as np
 
-from wngrad import rule
+from wngrad import rule, slopes
+from wngrad.batch import arrays
 from wngrad.batch.arrays import Array, Kind
 
 Name = Literal["number", "gradient", "lipschitz"]
@@ -24,13 +26,13 @@ _RULE = (
 def parse(owner: str, value: Any) -> tuple[Name, float]:
     """What `b_init` asks for, and its number."""
     if isinstance(value, str) and value in ("gradient", "lipschitz"):
-        value = (value, 2 if value == "lipschitz" else 1.0)
-    name, number = value if isinstance(value, tuple) and len(value) == 2 else ("number", value)
-    known = isinstance(name, str) and name in ("number", "gradient", "lipschitz")
-    real = isinstance(number, (int, float, np.floating)) and not isinstance(number, bool)
-    if not (known and real and math.isfinite(number) and number > 0):
-        raise ValueError(f"{owner}: {_RULE}, got {value!r}.")
-    if name == "lipschitz" and number < 2:
+        return ("gradient", 1.0) if value == "gradient" else ("lipschitz", 2)
+    name, number = "number", value
+    if isinstance(value, tuple) and len(value) == 2 and value[0] in ("gradient", "lipschitz"):
+        name, number = value
+    real = isinstance(number, Real) and not isinstance(number, bool)
+    few = name == "lipschitz" and not (isinstance(number, Integral) and int(number) >= 2)
+    if not real or few or not (math.isfinite(number) and number > 0):
         raise ValueError(f"{owner}: {_RULE}, got {value!r}.")
     return cast(Name, name), float(number)
 
@@ -47,7 +49,7 @@ def first_b(
     """b₁, and how many gradients it took."""
     name, number = parse(owner, value)
     if name == "number":
-        return float(number), 0
+        return number, 0
     if name == "gradient":
         return rule.first_b(math.sqrt(sq_norm), 1.0, number), 0
     points = int(number)
@@ -61,25 +63,21 @@ def sampled_lipschitz(
     kind: Kind,
     *,
     points: int = 2,
-    radius: float = 1e-3,
+    relative: float = 1e-3,
     seed: int = 0,
 ) -> float:
     """max ‖∇f(u_j) − ∇f(u_k)‖/‖u_j − u_k‖ over points near x₁: at most L (Remark 2.2)."""
     rng = np.random.default_rng(seed)
-    far = radius * max(1.0, math.sqrt(kind.sq_norm(x)))
+    far = slopes.radius(relative, math.sqrt(kind.sq_norm(x)), arrays.epsilon(x))
     near = []
     for _ in range(points):
         d = rng.standard_normal(tuple(x.shape))
-        u = x + kind.from_numpy(far / np.linalg.norm(d) * d, x)
-        near.append((u, gradient(u)))
-    slopes = [
-        math.sqrt(kind.sq_norm(g - h) / kind.sq_norm(u - v))
+        # At different distances: on a line, points of one distance would coincide.
+        d *= far * rng.uniform(0.5, 1.0) / np.linalg.norm(d)
+        u = x + kind.from_numpy(d, x)
+        near.append((u, kind.copy(gradient(u))))
+    pairs = (
+        (math.sqrt(kind.sq_norm(u - v)), math.sqrt(kind.sq_norm(g - h)))
         for (u, g), (v, h) in combinations(near, 2)
-    ]
-    largest = max(slopes)
-    if not (math.isfinite(largest) and largest > 0):
-        raise ValueError(
-            f"{owner}: `b_init` 'lipschitz' needs a gradient that changes near `x0`, got a slope "
-            f"of {largest!r}; give `b_init` as a number."
-        )
-    return largest
+    )
+    return slopes.largest(owner, "b_init", pairs)

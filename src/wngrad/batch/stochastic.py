@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from wngrad import rule
 from wngrad.batch import arrays, starts
 from wngrad.batch.certificate import Certificate, certify_stochastic
-from wngrad.batch.minimizer import UPDATES
+from wngrad.batch.minimizer import check_count, raise_with
 from wngrad.batch.result import Status
+from wngrad.batch.updates import UPDATES
 
 # (x, random generator) -> a gradient g with E g = ∇f(x)
 Oracle = Callable[[Any, np.random.Generator], Any]
@@ -24,6 +25,7 @@ _MESSAGES = {
     Status.CONVERGED: "f(x) ≤ ε was reached.",
     Status.STEP_LIMIT: "All steps were taken.",
     Status.NOT_FINITE: "A gradient was not finite at the next point; x is the last good one.",
+    Status.RAISED: "The oracle or f raised; x is the last good point.",
 }
 
 
@@ -84,6 +86,9 @@ def minimize_stochastic(
     Returns:
         A `StochasticResult` with the last and the averaged iterate.
 
+    Raises:
+        EvaluationError: if `oracle` or `f` raises on the way; its `result` has the last good point.
+
     Example:
         >>> noisy = lambda x, rng: 2 * (x - 3 + rng.standard_normal(2))
         >>> res = minimize_stochastic(noisy, [0.0, 0.0], steps=20_000)
@@ -91,7 +96,7 @@ def minimize_stochastic(
         True
     """
     owner = "minimize_stochastic"
-    _check(owner, steps, schedule, method, b_init, check_every)
+    _check(owner, steps, schedule, method, b_init, f, tol, check_every)
     kind, x = arrays.start(owner, x0)
     rng = np.random.default_rng(seed)
     update = UPDATES[method]
@@ -102,40 +107,48 @@ def minimize_stochastic(
             f"got {tuple(g.shape)}."
         )
     sq = kind.sq_norm(g)
-    first = math.sqrt(sq)
+    first = math.sqrt(sq) if math.isfinite(sq) else math.nan
+    name, number = starts.parse(owner, b_init)
+    b = number if name == "number" else rule.first_b(first, 1.0, number)
     if schedule is not None:
-        b = 1 / schedule(1)
-    else:
-        name, number = starts.parse(owner, b_init)
-        b = number if name == "number" else rule.first_b(first, 1.0, number)
-    if not (math.isfinite(sq) and b > 0):
+        b = 1 / _rate(owner, schedule, 1)
+    elif method == "adagrad-norm":
+        b = rule.adagrad_norm(b, sq, 1.0)  # as its authors do: b first
+    if not b > 0:
         raise ValueError(f"{owner}: `oracle` must give a finite first gradient, not 0, got {g!r}.")
     begin, low, high, mean, nit = b, first, first, x, 0
-    status = Status.STEP_LIMIT
-    while nit < steps:
-        if f is not None and nit % check_every == 0 and float(f(x)) <= tol:
-            status = Status.CONVERGED
-            break
-        new = rule.step(x, g, b)  # x_j ← x_{j-1} − g_{j-1}/b_{j-1}
-        new_g = oracle(new, rng)
-        new_sq = kind.sq_norm(new_g)
-        if not math.isfinite(new_sq):
-            status = Status.NOT_FINITE
-            break
-        nit += 1
-        # b_j ← b_{j-1} + ‖g_j‖²/b_{j-1}, or the schedule's 1/η_j
-        b = update(b, new_sq, 1.0) if schedule is None else 1 / schedule(nit + 1)
-        x, g = new, new_g
-        mean = mean + (x - mean) / (nit + 1)  # x̄_k
-        low, high = min(low, math.sqrt(new_sq)), max(high, math.sqrt(new_sq))
-    fun = None if f is None else float(f(x))
-    if status is Status.STEP_LIMIT and fun is not None and fun <= tol:
-        status = Status.CONVERGED
-    return StochasticResult(
+    status, error, fun, fun_mean = Status.STEP_LIMIT, None, None, None
+    watching = f is not None and tol > -math.inf
+    try:
+        while nit < steps:
+            if watching and nit % check_every == 0 and float(cast(Any, f)(x)) <= tol:
+                status = Status.CONVERGED
+                break
+            new = rule.step(x, g, b)  # x_j ← x_{j-1} − g_{j-1}/b_{j-1}
+            new_g = oracle(new, rng)
+            if new_g.shape != g.shape:
+                raise ValueError(f"`oracle` returned the shape {tuple(new_g.shape)}")
+            new_sq = kind.sq_norm(new_g)
+            if not math.isfinite(new_sq):
+                status = Status.NOT_FINITE
+                break
+            # b_j ← b_{j-1} + ‖g_j‖²/b_{j-1}, or the schedule's 1/η_j
+            rate = None if schedule is None else _rate(owner, schedule, nit + 2)
+            b = update(b, new_sq, 1.0) if rate is None else 1 / rate
+            x, g, nit = new, new_g, nit + 1
+            mean = mean + (x - mean) / (nit + 1)  # x̄_k
+            low, high = min(low, math.sqrt(new_sq)), max(high, math.sqrt(new_sq))
+        if f is not None:
+            fun, fun_mean = float(f(x)), float(f(mean))
+            if status is Status.STEP_LIMIT and fun <= tol:
+                status = Status.CONVERGED
+    except (Exception, KeyboardInterrupt) as raised:
+        status, error = Status.RAISED, raised
+    result = StochasticResult(
         x=x,
         x_mean=mean,
         fun=fun,
-        fun_mean=None if f is None else float(f(mean)),
+        fun_mean=fun_mean,
         nit=nit,
         status=status,
         message=_MESSAGES[status],
@@ -146,15 +159,27 @@ def minimize_stochastic(
         grad_max=high,
         method=method if schedule is None else "schedule",
     )
+    if error is not None:
+        raise_with(error, owner, result)
+    return result
+
+
+def _rate(owner: str, schedule: Schedule, k: int) -> float:
+    rate = float(schedule(k))
+    if not 0 < rate < math.inf:
+        raise ValueError(
+            f"{owner}: `schedule` must give rates > 0 and finite, got {rate} at k = {k}."
+        )
+    return rate
 
 
 def _check(
-    owner: str, steps: int, schedule: Any, method: str, b_init: Any, check_every: int
+    owner: str, steps: int, schedule: Any, method: str, b_init: Any, f: Any, tol: float, every: int
 ) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise ValueError(f"{owner}: `steps` must be an integer >= 0, got {steps!r}.")
-    if not isinstance(check_every, int) or check_every < 1:
-        raise ValueError(f"{owner}: `check_every` must be an integer >= 1, got {check_every!r}.")
+    check_count(owner, "steps", steps, least=0)
+    check_count(owner, "check_every", every, least=1)
+    if f is None and tol > -math.inf:
+        raise ValueError(f"{owner}: `tol` must come with `f`, got {tol!r} without it.")
     if schedule is not None and not callable(schedule):
         raise TypeError(f"{owner}: `schedule` must be a function of k, got {schedule!r}.")
     if method not in ("wngrad", "adagrad-norm"):

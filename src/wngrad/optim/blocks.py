@@ -17,9 +17,9 @@ Shape = tuple[int, ...]
 PerName = Literal["neuron", "tensor", "model", "slice"]
 Per = PerName | Sequence[Sequence[int]] | Callable[[Tensor], Sequence[int]]
 
-# Large tensors are worked through in chunks of this many elements, so that temporaries stay in the
-# cache and never grow with the parameters. A step of WNGrad on 38 M float32 parameters took 57 ms
-# with 2^16, 48 with 2^18, 61 with 2^19 and 109 with 2^20 elements (two cores of an AMD EPYC).
+# Large tensors are worked through in chunks of this many elements, so that temporaries stay small
+# and never grow with the parameters. Of 2^14 … 2^20 this was the fastest for WNGrad with 38 M
+# float32 parameters on two CPU cores (48 ms; 57 with 2^16, 109 with 2^20), but runs differ by half.
 CHUNK = 2**18
 
 

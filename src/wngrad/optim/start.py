@@ -10,6 +10,7 @@ from itertools import combinations
 import torch
 from torch import Tensor, nn
 
+from wngrad import slopes
 from wngrad.optim import door
 
 
@@ -54,27 +55,20 @@ def lipschitz_b_init(
     params = [p for p in model.parameters() if p.requires_grad]
     if not params:
         raise ValueError(f"{owner}: `model` must have a parameter that requires a gradient.")
-    # In a low-precision type a smaller distance would be lost in rounding.
-    far = max(far, *(8 * torch.finfo(p.dtype).eps for p in params), 0.0)
+    eps = max(torch.finfo(p.dtype).eps for p in params)
+    size = slopes.radius(far, _norm(params), eps)
     generator = torch.Generator().manual_seed(seed)
-    size = max(1.0, _norm(params))
-    pairs = []
+    near = []
     for _ in range(points):
         away = [torch.randn(p.shape, generator=generator, dtype=_wide(p)) for p in params]
-        scale = far * size / _norm(away)
-        pairs.append(_gradient_at(model, params, [scale * d for d in away], closure))
-    slopes = []
-    for (u, g), (v, h) in combinations(pairs, 2):
-        apart = _norm([a - b for a, b in zip(u, v, strict=True)])
-        change = _norm([a - b for a, b in zip(g, h, strict=True)])
-        slopes.append(change / apart if apart else math.nan)
-    if not all(map(math.isfinite, slopes)) or max(slopes) == 0:
-        raise ValueError(
-            f"{owner}: `closure` must have a finite gradient that changes near the start, got "
-            f"slopes of {slopes!r}; give `b_init` as a number, or a larger `radius`."
-        )
-    largest = max(slopes)
-    return lam * largest
+        scale = size / _norm(away)
+        near.append(_gradient_at(model, params, [scale * d for d in away], closure))
+    pairs = ((_apart(u, v), _apart(g, h)) for (u, g), (v, h) in combinations(near, 2))
+    return lam * slopes.largest(owner, "closure", pairs)
+
+
+def _apart(u: Sequence[Tensor], v: Sequence[Tensor]) -> float:
+    return _norm([a - b for a, b in zip(u, v, strict=True)])
 
 
 def _gradient_at(
