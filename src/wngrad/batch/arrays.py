@@ -150,9 +150,13 @@ def _moved(flat: np.ndarray, i: int, d: float) -> np.ndarray:
     return new
 
 
+def _numpy_sq_norm(g: np.ndarray, vdot: Callable[..., Any] = np.vdot) -> float:
+    return float(vdot(g, g))
+
+
 _NUMPY = Kind(
     name="numpy",
-    sq_norm=lambda g: float(np.vdot(g, g)),
+    sq_norm=_numpy_sq_norm,
     equal=lambda x, y: bool(np.array_equal(x, y)),
     copy=np.array,
     to_numpy=np.asarray,

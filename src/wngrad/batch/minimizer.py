@@ -20,8 +20,9 @@ from wngrad.batch.updates import UPDATES
 
 Method = Literal["wngrad", "adagrad-norm", "constant"]
 
-# x is compared with its predecessor once in so many steps: once it has stopped it stays.
-_STALL_CHECK = 64
+# Once in so many steps x is compared with its predecessor (once it has stopped it stays), and the
+# gradient's shape is looked at; the latter also before a run may call itself converged.
+_RARELY = 64
 
 
 class Intermediate(NamedTuple):
@@ -94,7 +95,10 @@ def minimize(
     kind, x = arrays.start(owner, x0)
     run = _Run(f, args, jac, kind)
     run.watch(callback, trace, progress)
-    run.oracle, value, g = arrays.first(owner, run.oracle, kind, x)
+    given, value, g = arrays.first(owner, run.oracle, kind, x)
+    if given is run.oracle and callable(jac) and not args:
+        run.gradient_alone = kind.plain(jac)
+    run.oracle = given
     value = run.value(x) if value is None else arrays.scalar(owner, value)
     sq = kind.sq_norm(g)
     if not (math.isfinite(sq) and math.isfinite(value)):
@@ -183,6 +187,7 @@ class _Run:
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], jac: Any, kind: Kind) -> None:
         self.f, self.args, self.kind = f, args, kind
         self.nfev = self.extra = 0
+        self.gradient_alone: Callable[[Any], Any] | None = None  # where it comes without f
         # Finite differences evaluate f behind our back: those calls are counted, too.
         known = self.value if isinstance(jac, str) else f
         self.oracle = arrays.oracle(
@@ -203,6 +208,10 @@ class _Run:
         self.nfev += 1
         return arrays.scalar("minimize", self.f(x, *self.args))
 
+    def remember(self, x: Any, g: Any, sq: float, value: Any) -> _Point:
+        """A point to look back at; for a slope with a gradient of its own, which may be reused."""
+        return _Point(x, g if self.rows is None else self.kind.copy(g), sq, value)
+
     def note(self, nit: int, old: _Point | None, new: _Point, b: float) -> bool:
         """Tell whoever watches about a new point; true if the callback wants to stop."""
         value = math.nan if new.value is None else float(new.value)
@@ -220,43 +229,92 @@ class _Run:
         return math.sqrt(self.kind.sq_norm(new.g - old.g) / moved) if moved else math.nan
 
 
+def _check_shape(g: Any, shape: tuple[int, ...]) -> None:
+    if g.shape != shape:
+        raise ValueError(f"`jac` returned the shape {tuple(g.shape)}")
+
+
+class _End(NamedTuple):
+    """Where a run ended, and why."""
+
+    status: Status
+    point: _Point
+    b: float
+    best: float
+    nit: int
+    tried: int  # points evaluated
+    error: BaseException | None
+
+
 def _descend(run: _Run, method: str, first: _Point, b: float, limits: _Limits) -> Result:
-    """The loop of Algorithm 1. What nobody asked for costs nothing in it."""
-    oracle, sq_norm, equal, update = run.oracle, run.kind.sq_norm, run.kind.equal, UPDATES[method]
-    copy = run.kind.copy if run.rows is not None else None  # a gradient may reuse its memory
-    tol, max_steps, max_seconds = limits
-    deadline = time.monotonic() + max_seconds if max_seconds < math.inf else None
-    x, g, sq, value = first
-    shape, error = g.shape, None
-    begin, best, nit, tried = Start(b, sq, float(value or 0.0)), sq, 0, 1
+    """Run to the end, and say how it went."""
     try:
-        if run.watched:
+        end = _loop(run, method, first, b, limits)
+    finally:
+        if run.line is not None:
+            run.line.close()
+    x, g, sq, value = end.point
+    assert first.value is not None
+    result = Result(
+        x=x,
+        fun=math.nan if value is None else float(value),
+        jac=g,
+        nit=end.nit,
+        nfev=run.nfev or end.tried + run.extra,
+        njev=end.tried + run.extra,
+        status=end.status,
+        message=MESSAGES[end.status],
+        b=end.b,
+        sq_norm=sq,
+        best=end.best,
+        tol=limits.tol,
+        method=method,
+        start=Start(b, first.sq, first.value),
+        eps=arrays.epsilon(x),
+        trace=None if run.rows is None else Trace(*map(np.array, zip(*run.rows, strict=True))),
+    )
+    if end.error is not None:
+        raise_with(end.error, "minimize", result)
+    return result
+
+
+def _loop(run: _Run, method: str, first: _Point, b: float, limits: _Limits) -> _End:
+    """Algorithm 1. What nobody asked for costs nothing here; so does looking up names."""
+    oracle, gradient, update = run.oracle, run.gradient_alone, UPDATES[method]
+    sq_norm, equal = run.kind.sq_norm, run.kind.equal
+    step, watched, inf = rule.step, run.watched, math.inf
+    tol, max_steps, max_seconds = limits
+    deadline = time.monotonic() + max_seconds if max_seconds < inf else None
+    x, g, sq, value = first
+    shape, best, nit, tried = g.shape, sq, 0, 1
+    pause, stalled = _RARELY, False
+    status, error = Status.CONVERGED, None
+    try:
+        if watched:
             run.note(0, None, first, b)
-        while True:
-            if sq <= tol:
-                status = Status.CONVERGED
-                break
+        while sq > tol:
+            new = step(x, g, b)  # x_j ← x_{j-1} − ∇f(x_{j-1})/b_{j-1}
             if nit >= max_steps or (deadline is not None and time.monotonic() > deadline):
                 status = Status.STEP_LIMIT if nit >= max_steps else Status.TIME_LIMIT
-                if nit and equal(rule.step(x, g, b), x):
-                    status = Status.STALLED
+                status = Status.STALLED if nit and equal(new, x) else status
                 break
-            new = rule.step(x, g, b)  # x_j ← x_{j-1} − ∇f(x_{j-1})/b_{j-1}
-            old = _Point(x, g if copy is None else copy(g), sq, value) if run.watched else None
-            new_value, new_g = oracle(new)
-            tried += 1
-            if new_g.shape != shape:
-                raise ValueError(f"`jac` returned the shape {tuple(new_g.shape)}")
-            if run.wants_f and new_value is None:
+            old = run.remember(x, g, sq, value) if watched else None
+            if gradient is None:
+                new_value, new_g = oracle(new)
+            else:
+                new_value, new_g = None, gradient(new)
+            if watched and new_value is None and run.wants_f:
                 new_value = run.value(new)
             new_sq = sq_norm(new_g)
             new_b = update(b, new_sq, 1.0)  # b_j ← b_{j-1} + ‖∇f(x_j)‖²/b_{j-1}
-            finite = new_sq < math.inf and new_b < math.inf
-            if not finite or (new_value is not None and not abs(new_value) < math.inf):
-                status = Status.NOT_FINITE
+            if not (new_sq < inf and new_b < inf and (new_value is None or abs(new_value) < inf)):
+                status, tried = Status.NOT_FINITE, 2
                 break
             nit += 1
-            stalled = nit % _STALL_CHECK == 0 and new_sq > tol and equal(new, x)
+            if nit == pause:
+                pause += _RARELY
+                _check_shape(new_g, shape)
+                stalled = new_sq > tol and equal(new, x)
             x, g, sq, value, b = new, new_g, new_sq, new_value, new_b
             if sq < best:
                 best = sq
@@ -266,36 +324,13 @@ def _descend(run: _Run, method: str, first: _Point, b: float, limits: _Limits) -
             if stalled:
                 status = Status.STALLED
                 break
+        _check_shape(g, shape)
         if value is None:
             value = run.value(x)
-            if not math.isfinite(value):
-                status = Status.NOT_FINITE
+            status = status if math.isfinite(value) else Status.NOT_FINITE
     except (Exception, KeyboardInterrupt) as raised:
         status, error = Status.RAISED, raised
-    finally:
-        if run.line is not None:
-            run.line.close()
-    result = Result(
-        x=x,
-        fun=math.nan if value is None else float(value),
-        jac=g,
-        nit=nit,
-        nfev=run.nfev or tried + run.extra,
-        njev=tried + run.extra,
-        status=status,
-        message=MESSAGES[status],
-        b=b,
-        sq_norm=sq,
-        best=best,
-        tol=tol,
-        method=method,
-        start=begin,
-        eps=arrays.epsilon(x),
-        trace=None if run.rows is None else Trace(*map(np.array, zip(*run.rows, strict=True))),
-    )
-    if error is not None:
-        raise_with(error, "minimize", result)
-    return result
+    return _End(status, _Point(x, g, sq, value), b, best, nit, nit + tried, error)
 
 
 def raise_with(error: BaseException, owner: str, result: Any) -> NoReturn:
