@@ -101,6 +101,8 @@ def study(rows: Sequence[Row], max_steps: int, path: Path) -> None:
         ax.set(xscale="log", yscale="log", title=name)
         ax.axvline(1, color="#bbbbbb", linewidth=1, linestyle=":")
         ax.spines[["top", "right"]].set_visible(False)
+    for ax in axes.flat[len(names) :]:
+        ax.set_visible(False)
     for ax in axes[-1]:
         ax.set_xlabel("starting b over L")
     for ax in axes[:, 0]:

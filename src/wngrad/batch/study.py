@@ -148,6 +148,8 @@ def _reading(rows: list[Row]) -> list[str]:
     wngrad, constant = _of(rows, "wngrad"), _of(rows, "constant")
     near = [r for r in wngrad if 0.1 <= r.value <= 10]
     low = [r for r in wngrad if r.value < 0.1]
+    low_norm = [r for r in _of(rows, "adagrad-norm") if r.value < 0.1]
+    plateau = min(r.steps for r in _of(rows, "wngrad", "geman-mcclure"))
     above = [r for r in constant if r.value > 2]
     lost = sum(r.status == "diverged" for r in above)
     wild = sum(r.status == "diverged" for r in wngrad)
@@ -162,6 +164,11 @@ def _reading(rows: list[Row]) -> list[str]:
         f"- With b₁ below L/10 it converges in {converged(low)} runs: the first step, ∇f(x₁)/b₁, "
         "throws x far away, the gradient found there makes b huge, and b never comes down. The "
         "theorem asks for b₁ ≥ ‖∇f(x₁)‖ for a reason.",
+        f"- AdaGrad-Norm, whose b² adds up ‖∇f‖² and takes in the first gradient before the first "
+        f"step, converges in {converged(low_norm)} runs with b₁ below L/10, at the same "
+        "number of steps from any of them: where b₁ may be too small, it is the better rule.",
+        "- Thrown far enough, a run may end on a plateau: Geman–McClure's function is flat at "
+        f"infinity, and WNGrad from b₁ = 10⁻⁶·L stops there after {plateau:,} step(s), at no minimum.",
         "- With b₁ far above L WNGrad is gradient descent at the rate 1/b₁, and as slow as that.",
         f'- Where f(x₁) − f* is far above L ("far start") b overshoots from any b₁: '
         f"{converged(_of(rows, 'wngrad', 'far start'))} runs converge, where the best constant "
