@@ -168,7 +168,8 @@ def _reading(rows: list[Row]) -> list[str]:
         f"step, converges in {converged(low_norm)} runs with b₁ below L/10, at the same "
         "number of steps from any of them: where b₁ may be too small, it is the better rule.",
         "- Thrown far enough, a run may end on a plateau: Geman–McClure's function is flat at "
-        f"infinity, and WNGrad from b₁ = 10⁻⁶·L stops there after {plateau:,} step(s), at no minimum.",
+        f"infinity, and WNGrad from b₁ = 10⁻⁶·L stops there after {plateau:,} step(s), at no "
+        "minimum.",
         "- With b₁ far above L WNGrad is gradient descent at the rate 1/b₁, and as slow as that.",
         f'- Where f(x₁) − f* is far above L ("far start") b overshoots from any b₁: '
         f"{converged(_of(rows, 'wngrad', 'far start'))} runs converge, where the best constant "
