@@ -19,7 +19,6 @@ from wngrad.batch.updates import UPDATES
 
 if TYPE_CHECKING:
     from wngrad.batch.result import Result, Trace
-    from wngrad.batch.stochastic import StochasticResult
 
 # What rounding may cost on the way to either side, in units of the run's last place and relative to
 # the numbers that went in: 1e-12 in float64.
@@ -86,7 +85,7 @@ def _full(parts: tuple[tuple[str, object], ...]) -> Iterator[tuple[str, list[str
             yield title, listed
 
 
-class _Draft:
+class Draft:
     """A certificate in the making."""
 
     def __init__(self, rounding: float = 1e-12) -> None:
@@ -143,7 +142,7 @@ def certify(
             raise ValueError(f"certify: `{name}` must be finite, got {value!r}.")
     if lipschitz is not None and not lipschitz > 0:
         raise ValueError(f"certify: `lipschitz` must be > 0, got {lipschitz!r}.")
-    draft = _Draft(_UNITS * run.eps if rounding is None else rounding)
+    draft = Draft(_UNITS * run.eps if rounding is None else rounding)
     draft.assumed.append("f and ∇f are what the run says they are at its points")
     _ends(draft, run)
     _recursion(draft, run)
@@ -169,7 +168,7 @@ def certify(
     return draft.finish()
 
 
-def _ends(draft: _Draft, run: Result) -> None:
+def _ends(draft: Draft, run: Result) -> None:
     """Does the result agree with itself? A doctored one does not."""
     apart = [
         _apart(run.sq_norm, kind_of(run.jac).sq_norm(run.jac)),
@@ -193,7 +192,7 @@ def _ends(draft: _Draft, run: Result) -> None:
         draft.claims.append(Claim("‖∇f(x)‖² ≤ ε at the end", run.sq_norm, run.tol))
 
 
-def _recursion(draft: _Draft, run: Result) -> None:
+def _recursion(draft: Draft, run: Result) -> None:
     """Was b what the method says?"""
     if run.trace is None:
         return
@@ -209,7 +208,7 @@ def _apart(x: float, y: float) -> float:
     return 0.0 if x == y else abs(x - y) / max(abs(x), abs(y))
 
 
-def _hypotheses(draft: _Draft, run: Result, lipschitz: float, f_star: float) -> None:
+def _hypotheses(draft: Draft, run: Result, lipschitz: float, f_star: float) -> None:
     draft.assumed += [f"∇f is Lipschitz with L = {lipschitz:g}", f"f ≥ f* = {f_star:g}"]
     values = [run.start.fun, run.fun] if run.trace is None else run.trace.fun
     lowest = float(np.nanmin(values))
@@ -226,7 +225,7 @@ def _gap(run: Result, f_star: float) -> float:
 
 
 def _lemma_2_1(
-    draft: _Draft, run: Result, lipschitz: float, f_star: float, given: tuple[str, ...]
+    draft: Draft, run: Result, lipschitz: float, f_star: float, given: tuple[str, ...]
 ) -> None:
     delta = lipschitz / run.start.b
     if delta > 1:
@@ -243,7 +242,7 @@ def _lemma_2_1(
 
 
 def _theorem_2_3(
-    draft: _Draft, run: Result, lipschitz: float, f_star: float, given: tuple[str, ...]
+    draft: Draft, run: Result, lipschitz: float, f_star: float, given: tuple[str, ...]
 ) -> None:
     b1, norm, gap = run.start.b, math.sqrt(run.start.sq_norm), _gap(run, f_star)
     case = 1 if b1 >= lipschitz else 2
@@ -263,7 +262,7 @@ def _theorem_2_3(
 
 
 def _rate_claims(
-    draft: _Draft,
+    draft: Draft,
     run: Result,
     name: str,
     steps: Callable[[float], float],
@@ -283,7 +282,7 @@ def _rate_claims(
         draft.claims.append(Claim(text, run.best, smallest, given, rounding))
 
 
-def _started_well(draft: _Draft, run: Result) -> bool:
+def _started_well(draft: Draft, run: Result) -> bool:
     norm = math.sqrt(run.start.sq_norm)
     text = f"b₁ = {run.start.b:.6g} ≥ ‖∇f(x₁)‖ = {norm:.6g}"
     good = bounds.well_started(run.start.b, norm)
@@ -293,7 +292,7 @@ def _started_well(draft: _Draft, run: Result) -> bool:
 
 
 def _lemmas(
-    draft: _Draft, run: Result, lipschitz: float, f_star: float, given: tuple[str, ...]
+    draft: Draft, run: Result, lipschitz: float, f_star: float, given: tuple[str, ...]
 ) -> None:
     if run.trace is None:
         draft.not_claimed.append("Lemmas 2.4, 2.5 and 2.6: no trace was kept (trace=True)")
@@ -333,7 +332,7 @@ def settling(trace: Trace, lipschitz: float, f_star: float) -> tuple[int, float]
     return k0, bounds.lemma_2_5_b(b_k0=float(trace.b[k0]), gap_k0=gap)
 
 
-def _descent_lemma(draft: _Draft, run: Result, lipschitz: float) -> None:
+def _descent_lemma(draft: Draft, run: Result, lipschitz: float) -> None:
     """f(x_{j+1}) ≤ f(x_j) − (1/b_j)(1 − L/(2b_j))‖∇f(x_j)‖², whatever b_j (Lemma A.1)."""
     if run.trace is None or len(run.trace) < 2:
         return
@@ -347,7 +346,7 @@ def _descent_lemma(draft: _Draft, run: Result, lipschitz: float) -> None:
     draft.claims.append(Claim(text, float(over[worst]), 0.0, given, draft.rounding * scale))
 
 
-def _lemma_2_4(draft: _Draft, run: Result, lipschitz: float, given: str) -> None:
+def _lemma_2_4(draft: Draft, run: Result, lipschitz: float, given: str) -> None:
     """By point N, b has reached L or some ‖∇f‖² is ≤ ε; ε is the run's smallest ‖∇f‖² but one."""
     assert run.trace is not None
     low = float(run.trace.sq_norm[: max(1, len(run.trace) - 1)].min())
@@ -361,68 +360,3 @@ def _lemma_2_4(draft: _Draft, run: Result, lipschitz: float, given: str) -> None
         short = lipschitz - float(run.trace.b[n - 1])
         rounding = draft.rounding * lipschitz
         draft.claims.append(Claim(f"Lemma 2.4: L − b_N at N = {n}", short, 0.0, (given,), rounding))
-
-
-def certify_stochastic(
-    run: StochasticResult,
-    *,
-    f_star: float | None = None,
-    diameter: float | None = None,
-    distance: float | None = None,
-    grad_bound: float | None = None,
-    grad_floor: float | None = None,
-) -> Certificate:
-    """Section 3's inequalities on a run of `minimize_stochastic`.
-
-    Args:
-        run: a finished run.
-        f_star: f*.
-        diameter: D, with E‖x_k − x*‖² ≤ D².
-        distance: ‖x₁ − x*‖; D if not given.
-        grad_bound: G, with E‖g_k‖² ≤ G²; the largest ‖g_k‖ of the run if not given.
-        grad_floor: γ ≤ ‖g_k‖; the smallest ‖g_k‖ of the run if not given.
-    """
-    draft = _Draft()
-    if run.method != "wngrad":
-        draft.not_claimed.append("Theorem 3.1 is about WNGrad")
-        return draft.finish()
-    floor = run.grad_min if grad_floor is None else grad_floor
-    bound = run.grad_max if grad_bound is None else grad_bound
-    floored = draft.check(
-        f"every ‖g_k‖ ≥ γ = {floor:.6g} (smallest {run.grad_min:.6g})", run.grad_min >= floor
-    )
-    if grad_bound is None:
-        draft.check(f"every ‖g_k‖ ≤ G = {bound:.6g}, the largest seen", run.grad_max <= bound)
-    else:
-        draft.assumed.append(f"E‖g_k‖² ≤ G² with G = {bound:g} (largest ‖g_k‖ {run.grad_max:.6g})")
-    started = bounds.well_started(run.b_first, run.grad_first)
-    text = f"b₁ = {run.b_first:.6g} ≥ ‖g₁‖ = {run.grad_first:.6g}"
-    if not (started and floored):
-        draft.not_claimed.append(f"b_k ≥ γ√k and Theorem 3.1: need {text} and ‖g_k‖ ≥ γ")
-        return draft.finish()
-    draft.verified.append(text)
-    k = run.nit + 1
-    least = bounds.lemma_3_3_b(grad_floor=floor, k=k)
-    draft.claims.append(Claim(f"γ√k ≤ b_k at k = {k}", least, run.b, (), draft.rounding * run.b))
-    if run.fun_mean is None or f_star is None or diameter is None or floor <= 0:
-        draft.not_claimed.append("Theorem 3.1: needs f, f_star, diameter and γ > 0")
-        return draft.finish()
-    limit = bounds.theorem_3_1_gap(
-        grad_bound=bound,
-        grad_floor=floor,
-        diameter=diameter,
-        b1=run.b_first,
-        distance=diameter if distance is None else distance,
-        k=k,
-    )
-    draft.assumed += [
-        "f is convex",
-        f"f* = {f_star:g}",
-        f"E‖x_k − x*‖² ≤ D² with D = {diameter:g}",
-        "the theorem bounds the mean over runs; this is one of them",
-    ]
-    given = (f"f_star={f_star:g}", f"diameter={diameter:g}", f"grad_bound={bound:g}")
-    draft.claims.append(
-        Claim(f"Theorem 3.1: f(x̄_k) − f* at k = {k}", run.fun_mean - f_star, limit, given)
-    )
-    return draft.finish()

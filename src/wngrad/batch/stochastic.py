@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 
 from wngrad import rule
-from wngrad.batch import arrays, starts
-from wngrad.batch.certificate import Certificate, certify_stochastic
+from wngrad.batch import arrays, bounds, starts
+from wngrad.batch.certificate import Certificate, Claim, Draft
 from wngrad.batch.minimizer import check_count, raise_with
 from wngrad.batch.result import Status
 from wngrad.batch.updates import UPDATES
@@ -52,7 +52,7 @@ class StochasticResult:
         return self.status is Status.CONVERGED
 
     def certify(self, **known: float) -> Certificate:
-        """Section 3's inequalities; see `wngrad.batch.certificate.certify_stochastic`."""
+        """Section 3's inequalities; see `certify_stochastic`."""
         return certify_stochastic(self, **known)
 
 
@@ -186,3 +186,68 @@ def _check(
         raise ValueError(f"{owner}: `method` must be 'wngrad' or 'adagrad-norm', got {method!r}.")
     if starts.parse(owner, b_init)[0] == "lipschitz":
         raise ValueError(f"{owner}: `b_init` must be a number or 'gradient', got {b_init!r}.")
+
+
+def certify_stochastic(
+    run: StochasticResult,
+    *,
+    f_star: float | None = None,
+    diameter: float | None = None,
+    distance: float | None = None,
+    grad_bound: float | None = None,
+    grad_floor: float | None = None,
+) -> Certificate:
+    """Section 3's inequalities on a run of `minimize_stochastic`.
+
+    Args:
+        run: a finished run.
+        f_star: f*.
+        diameter: D, with E‖x_k − x*‖² ≤ D².
+        distance: ‖x₁ − x*‖; D if not given.
+        grad_bound: G, with E‖g_k‖² ≤ G²; the largest ‖g_k‖ of the run if not given.
+        grad_floor: γ ≤ ‖g_k‖; the smallest ‖g_k‖ of the run if not given.
+    """
+    draft = Draft()
+    if run.method != "wngrad":
+        draft.not_claimed.append("Theorem 3.1 is about WNGrad")
+        return draft.finish()
+    floor = run.grad_min if grad_floor is None else grad_floor
+    bound = run.grad_max if grad_bound is None else grad_bound
+    floored = draft.check(
+        f"every ‖g_k‖ ≥ γ = {floor:.6g} (smallest {run.grad_min:.6g})", run.grad_min >= floor
+    )
+    if grad_bound is None:
+        draft.check(f"every ‖g_k‖ ≤ G = {bound:.6g}, the largest seen", run.grad_max <= bound)
+    else:
+        draft.assumed.append(f"E‖g_k‖² ≤ G² with G = {bound:g} (largest ‖g_k‖ {run.grad_max:.6g})")
+    started = bounds.well_started(run.b_first, run.grad_first)
+    text = f"b₁ = {run.b_first:.6g} ≥ ‖g₁‖ = {run.grad_first:.6g}"
+    if not (started and floored):
+        draft.not_claimed.append(f"b_k ≥ γ√k and Theorem 3.1: need {text} and ‖g_k‖ ≥ γ")
+        return draft.finish()
+    draft.verified.append(text)
+    k = run.nit + 1
+    least = bounds.lemma_3_3_b(grad_floor=floor, k=k)
+    draft.claims.append(Claim(f"γ√k ≤ b_k at k = {k}", least, run.b, (), draft.rounding * run.b))
+    if run.fun_mean is None or f_star is None or diameter is None or floor <= 0:
+        draft.not_claimed.append("Theorem 3.1: needs f, f_star, diameter and γ > 0")
+        return draft.finish()
+    limit = bounds.theorem_3_1_gap(
+        grad_bound=bound,
+        grad_floor=floor,
+        diameter=diameter,
+        b1=run.b_first,
+        distance=diameter if distance is None else distance,
+        k=k,
+    )
+    draft.assumed += [
+        "f is convex",
+        f"f* = {f_star:g}",
+        f"E‖x_k − x*‖² ≤ D² with D = {diameter:g}",
+        "the theorem bounds the mean over runs; this is one of them",
+    ]
+    given = (f"f_star={f_star:g}", f"diameter={diameter:g}", f"grad_bound={bound:g}")
+    draft.claims.append(
+        Claim(f"Theorem 3.1: f(x̄_k) − f* at k = {k}", run.fun_mean - f_star, limit, given)
+    )
+    return draft.finish()
