@@ -3,40 +3,15 @@
 from __future__ import annotations
 
 import math
-from itertools import islice, product
+from itertools import islice
 
 import pytest
 import torch
 
+import golden
 import paper
+from golden import gradient
 from wngrad import WNAdam, WNGrad, rule
-
-SHAPES = [(6,), (3, 4), (2, 3, 2, 2)]
-B_INIT = {"one": (1.0, None), "small": (0.01, None), "grad": (1.0, 1.0), "grad-2": (1.0, 2.0)}
-DECAY = {"none": (0.0, False), "coupled": (0.03, False), "decoupled": (0.03, True)}
-
-
-def gradient(x: list[float]) -> list[float]:
-    """Of a bumpy bowl whose entries are coupled to their neighbours."""
-    n = len(x)
-    return [
-        (1 + i % 3) * x[i] + 0.5 * math.sin(3 * x[(i + 1) % n]) - 0.1 * (i % 5) for i in range(n)
-    ]
-
-
-def blocks_of(shape: tuple[int, ...], per: str) -> list[list[int]]:
-    """The blocks of one parameter as lists of flat indices, by counting."""
-    keys = {
-        "neuron": lambda at: at[0],
-        "tensor": lambda at: 0,
-        "model": lambda at: 0,
-        "slice": lambda at: at[:2] if len(shape) > 2 else at[0],
-        "last": lambda at: at[-1] // (shape[-1] // 2),  # two halves of the last dimension
-    }
-    found: dict[object, list[int]] = {}
-    for i, at in enumerate(product(*map(range, shape))):
-        found.setdefault(keys[per](at), []).append(i)
-    return list(found.values())
 
 
 def halves(p: torch.Tensor) -> tuple[int, ...]:
@@ -56,31 +31,55 @@ def lock_step(opt, p, steps, oracle):
     return worst
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("per", ["neuron", "tensor", "model", "slice", "last"])
-@pytest.mark.parametrize("b_init", B_INIT)
-@pytest.mark.parametrize("decay", DECAY)
-@pytest.mark.parametrize("momentum", [0.0, 0.9, "wnadam"])
-def test_hundred_steps_match_the_paper_on_plain_floats(shape, per, b_init, decay, momentum):
-    """1e-12 relative in float64: 100 steps of a few roundings each, in another order of summing."""
-    x = [math.cos(7 * i) for i in range(math.prod(shape))]
-    (b1, c), (w, decoupled) = B_INIT[b_init], DECAY[decay]
-    p = torch.nn.Parameter(torch.tensor(x, dtype=torch.float64).view(shape))
+def torch_twin(rule, shape, per, b_init, decay):
+    """The parameter and the optimizer of a case of the golden file."""
+    (b1, c), (w, decoupled) = golden.B_INIT[b_init], golden.DECAY[decay]
+    p = torch.nn.Parameter(torch.tensor(golden.start(shape), dtype=torch.float64).view(shape))
     options = {
-        "lr": 0.7,
+        "lr": golden.LAM,
         "per": halves if per == "last" else per,
         "b_init": b1 if c is None else ("gradient", c),
         "weight_decay": w,
         "decoupled_weight_decay": decoupled,
     }
-    common = (x, gradient, 0.7, blocks_of(shape, per), b1, c)
-    if momentum == "wnadam":
-        opt = WNAdam([p], **options)
-        oracle = paper.algorithm_4(*common, decay=w, decoupled=decoupled)
-    else:
-        opt = WNGrad([p], momentum=momentum, **options)
-        oracle = paper.algorithm_3(*common, mu=momentum, decay=w, decoupled=decoupled)
-    assert lock_step(opt, p, 100, oracle) < 1e-12
+    if rule == "adam":
+        return p, WNAdam([p], **options)
+    return p, WNGrad([p], momentum=0.9 if rule == "momentum" else 0.0, **options)
+
+
+@pytest.mark.parametrize("shape", golden.SHAPES, ids=str)
+@pytest.mark.parametrize("per", ["neuron", "tensor", "model", "slice", "last"])
+@pytest.mark.parametrize("b_init", golden.B_INIT)
+@pytest.mark.parametrize("decay", golden.DECAY)
+@pytest.mark.parametrize("rule", golden.RULES)
+def test_hundred_steps_match_the_paper_on_plain_floats(rule, shape, per, b_init, decay):
+    """1e-12 relative in float64: 100 steps of a few roundings each, in another order of summing."""
+    case = (rule, shape, per, b_init, decay)
+    p, opt = torch_twin(*case)
+    assert lock_step(opt, p, 100, golden.oracle(*case)) < 1e-12
+
+
+def test_the_golden_file_is_what_the_oracle_says():
+    kept = golden.load()
+    assert [case for case, _ in kept] == golden.cases()
+    for case, after in kept:
+        for ours, theirs in zip(golden.trajectory(case), after, strict=True):
+            assert ours["x"] == pytest.approx(theirs["x"], rel=1e-12, abs=1e-13)
+            assert ours["b"] == pytest.approx(theirs["b"], rel=1e-12)
+
+
+@pytest.mark.parametrize(("case", "after"), golden.load())
+def test_torch_follows_the_golden_trajectories(case, after):
+    p, opt = torch_twin(*case)
+    for k in range(1, max(golden.STEPS) + 1):
+        x = p.detach().flatten().tolist()
+        p.grad = torch.tensor(gradient(x), dtype=p.dtype).view_as(p)
+        opt.step()
+        if k in golden.STEPS:
+            point = after[golden.STEPS.index(k)]
+            ours = p.detach().flatten().tolist()
+            assert ours == pytest.approx(point["x"], rel=1e-12, abs=1e-12)
+            assert opt.state[p]["b"].flatten().tolist() == pytest.approx(point["b"], rel=1e-12)
 
 
 @pytest.mark.parametrize("make", [WNGrad, WNAdam])
