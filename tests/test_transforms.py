@@ -493,6 +493,25 @@ out = jax.shard_map(local, mesh=mesh, in_specs=P(None, "d"), out_specs=P(None, "
 np.testing.assert_allclose(out, local(x), rtol=1e-6)
 stacked = jnp.stack([x] * 4)
 np.testing.assert_allclose(jax.pmap(local)(stacked)[2], local(x), rtol=1e-6)
+explicit = jax.make_mesh((4,), ("x",))  # its axes are part of the type
+with jax.set_mesh(explicit):
+    for opt in (wngrad(1.0), wngrad(1.0, momentum=0.9, b_init="gradient"), wn_adam(1.0)):
+        whole = jax.random.normal(jax.random.key(0), (8, 4))
+        x = jax.device_put(whole, NamedSharding(explicit, P(None, "x")))
+        state = jax.jit(opt.init)(x)
+        updates, _ = jax.jit(opt.update)(2 * x, state, x)
+        plain = opt.update(2 * np.asarray(x), opt.init(np.asarray(x)))[0]
+        np.testing.assert_allclose(updates, plain, rtol=1e-5)
+def scanned(x):
+    def body(carry, _):
+        x, state = carry
+        updates, state = opt.update(2 * x, state, x)
+        return (x + updates, state), None
+    return jax.lax.scan(body, (x, opt.init(x)), length=3)[0][0]
+for opt in (wngrad(1.0), wngrad(1.0, momentum=0.9), wn_adam(1.0)):
+    x = jax.random.normal(jax.random.key(0), (8, 4))
+    out = jax.shard_map(scanned, mesh=mesh, in_specs=P(None, "d"), out_specs=P(None, "d"))(x)
+    np.testing.assert_allclose(out, scanned(x), rtol=1e-5)
 print("sharded", len(jax.devices()))
 """
 
@@ -550,9 +569,9 @@ def test_what_only_shows_later_is_named_then():
     opt = wngrad(weight_decay=0.1)
     with pytest.raises(ValueError, match="`params` must be given to `update`"):
         opt.update(jnp.ones(2), opt.init(jnp.ones(2)))
-    with pytest.raises(ValueError, match=r"`momentum` must be in \[0, 1\), got 1.0"):
+    with pytest.raises(ValueError, match=r"`momentum` must be >= 0 and < 1, got 1.0"):
         wngrad(momentum=1.0)
-    with pytest.raises(ValueError, match=r"`beta` must be in \[0, 1\), got 1.5"):
+    with pytest.raises(ValueError, match=r"`beta` must be >= 0 and < 1, got 1.5"):
         wn_adam(beta=1.5)
 
 
@@ -560,3 +579,97 @@ def test_a_jax_user_never_loads_torch():
     code = "import wngrad.transforms, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False"
+
+
+# ---------------------------------------------------------------- what review found
+
+
+@pytest.mark.parametrize(
+    ("of_params", "of_grads"), [("float32", "bfloat16"), ("bfloat16", "float32")]
+)
+def test_the_states_types_are_its_own(make, of_params, of_grads):
+    """Gradients of another type than the parameters: a scan carries the state all the same."""
+    opt, params = make(), tree(dtype=of_params)
+    state = opt.init(params)
+    _, new = opt.update(tree(1, of_grads), state, params)
+    kinds = lambda t: jax.tree.map(lambda x: (x.shape, x.dtype), t)  # noqa: E731
+    assert kinds(new) == kinds(state)
+
+
+def test_a_module_named_embedding_is_no_embedding():
+    params = {"embedding": {"kernel": jnp.ones((2, 2, 3, 5)), "bias": jnp.ones((1, 5))}}
+    b = optax.tree.get(wngrad().init(params), "b")["embedding"]
+    assert (b["kernel"].shape, b["bias"].shape) == ((1, 1, 1, 5), (1, 5))
+
+
+def test_attention_kernels_have_a_neuron_for_every_head_and_dimension():
+    import flax.linen as nn
+
+    layer = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=6)
+    params = layer.init(jax.random.key(0), jnp.ones((1, 3, 4)))["params"]
+    b = optax.tree.get(wngrad(neuron_axis=neuron_axis_of(layer)).init(params), "b")
+    assert b["query"]["kernel"].shape == (1, 2, 3)
+    assert b["query"]["bias"].shape == (2, 3)
+    assert b["out"]["kernel"].shape == (1, 1, 4)
+
+
+@pytest.mark.parametrize("options", [{"nonfinite": "skip"}, {"b_init": "gradient"}])
+def test_decoupled_decay_leaves_alone_what_takes_no_step(options):
+    """As in torch: a skipped block, or one without a gradient yet, is not shrunk."""
+    g = np.array([np.nan if "nonfinite" in options else 0.0, 1.0], np.float32)
+    opt = wngrad(0.5, weight_decay=0.1, decoupled_weight_decay=True, **options)
+    x, _ = step(opt, jnp.ones(2), opt.init(jnp.ones(2)), jnp.array(g))
+    p = torch.nn.Parameter(torch.ones(2))
+    p.grad = torch.tensor(g)
+    WNGrad([p], lr=0.5, weight_decay=0.1, decoupled_weight_decay=True, **options).step()
+    np.testing.assert_allclose(x, p.detach().numpy(), rtol=1e-6)
+    assert x[0] == 1
+
+
+@pytest.mark.parametrize("lam", [1e-6, 1.0, 1e9])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_lam_cancels_in_half_precision_too(lam, dtype):
+    """g/b is of the size of 1/λ, which float16 cannot hold: it is rounded after λ is in."""
+    opt, x = wngrad(lam, b_init="gradient", neuron_axis=0), jnp.ones((1, 2), dtype)
+    after, _ = step(opt, x, opt.init(x), jnp.full((1, 2), 1000, dtype))
+    np.testing.assert_allclose(after, 1 - 0.5 / math.sqrt(2), rtol=2e-3)
+
+
+def test_an_injected_half_precision_lam_is_squared_in_float32():
+    opt = optax.inject_hyperparams(wngrad)(learning_rate=300.0)
+    x = jnp.ones(2, jnp.float16)
+    after, state = step(opt, x, opt.init(x), jnp.ones(2, jnp.float16))
+    assert jnp.isfinite(after).all()
+    np.testing.assert_allclose(optax.tree.get(state, "b"), 90001, rtol=1e-3)
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-20, 1.0, 1e20, 1e30])
+@pytest.mark.parametrize("per", ["neuron", "model"])
+def test_no_square_overflows_or_vanishes(size, per):
+    """b₁ from the gradient: whatever its size, the first step is ½ long, as in torch."""
+    opt, x = wngrad(1.0, b_init="gradient", per=per, neuron_axis=0), jnp.zeros((1, 4))
+    after, _ = step(opt, x, opt.init(x), jnp.full((1, 4), size))
+    np.testing.assert_allclose(after, -0.25, rtol=1e-5)
+
+
+def test_the_axis_is_static_under_inject_hyperparams():
+    opt = optax.inject_hyperparams(wngrad, static_args=("neuron_axis",))(0.5, neuron_axis=0)
+    state = opt.init(jnp.ones((3, 2)))
+    assert optax.tree.get(state, "b").shape == (3, 1)
+
+
+def test_concrete_arrays_are_looked_at_like_numbers():
+    for bad in (np.float32(0), jnp.float32(-1), math.inf):
+        with pytest.raises(ValueError, match="`b_init` must be > 0"):
+            wngrad(b_init=bad)
+        with pytest.raises(ValueError, match="`learning_rate`"):
+            wngrad(learning_rate=-abs(bad) - 1)
+    assert wngrad(np.float32(0.5), b_init=np.float32(2)).init(jnp.ones(2))[0].b.tolist() == [2, 2]
+    for name, value in (("learning_rate", None), ("learning_rate", "x"), ("momentum", "a")):
+        with pytest.raises(TypeError, match=f"`{name}` must be a number"):
+            wngrad(**{name: value})
+
+
+def test_extra_arguments_are_let_through(make):
+    opt, params = make(), tree()
+    opt.update(tree(1), opt.init(params), params, value=1.0)

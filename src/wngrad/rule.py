@@ -17,6 +17,11 @@ def next_b(b: Array, sq_norm: Array, lam: Array) -> Array:
     return b + lam**2 * sq_norm / b
 
 
+def next_b_of_norm(b: Array, norm: Array, lam: Array) -> Array:
+    """`next_b` from ‖g‖ itself: nothing is squared that could overflow before b does."""
+    return b + lam * norm * (lam * norm / b)
+
+
 def first_b(norm: Array, lam: Array, c: Array) -> Array:
     """b₁ = C·λ·‖g₁‖  (Remark 2.2, for the scaled loss λf)."""
     return c * lam * norm

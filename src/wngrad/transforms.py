@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast, get_args
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,9 @@ from wngrad import rule
 Array = Any
 PyTree = Any
 Rate = float | Array | Callable[[Any], Any]
-# An axis; or a function of a leaf's path and shape that gives one, or None for one b per entry.
-NeuronAxis = int | Callable[[tuple[Any, ...], tuple[int, ...]], int | None] | None
+# An axis or several; None for one b per entry.
+Axes = int | tuple[int, ...] | None
+NeuronAxis = Axes | Callable[[tuple[Any, ...], tuple[int, ...]], Axes]
 BInit = float | Array | Literal["gradient"] | tuple[Literal["gradient"], float]
 Per = Literal["neuron", "tensor", "model"]
 Nonfinite = Literal["propagate", "skip"]
@@ -74,19 +76,13 @@ def wngrad(
         b_init: b₁: a number, or "gradient" (or ("gradient", C)) for C·λ·‖g₁‖ of each block, set by
             its first gradient that is neither zero nor denormal.
         per: what shares one b: "neuron", "tensor" or "model".
-        neuron_axis: the axis that counts neurons, for all leaves of two dimensions or more; or a
-            function of a leaf's path and shape. By default Flax's convention, `flax_neuron_axis`.
+        neuron_axis: the axis (or axes) that count neurons, for all leaves of two dimensions or
+            more; or a function of a leaf's path and shape. By default Flax's convention,
+            `flax_neuron_axis`.
         nonfinite: "propagate", or "skip" to leave a block with a gradient that is not finite as it
-            was (but for decoupled decay) and count it.
+            was and count it.
     """
-    core = scale_by_wngrad(
-        learning_rate,
-        momentum=momentum,
-        b_init=b_init,
-        per=per,
-        neuron_axis=neuron_axis,
-        nonfinite=nonfinite,
-    )
+    core = partial(_wngrad, "wngrad", learning_rate, momentum, b_init, per, neuron_axis, nonfinite)
     return _chain("wngrad", core, learning_rate, weight_decay, decoupled_weight_decay)
 
 
@@ -107,14 +103,7 @@ def wn_adam(
         learning_rate: as for `wngrad`, and so are all arguments but `beta`.
         beta: β of the running mean.
     """
-    core = scale_by_wn_adam(
-        learning_rate,
-        beta=beta,
-        b_init=b_init,
-        per=per,
-        neuron_axis=neuron_axis,
-        nonfinite=nonfinite,
-    )
+    core = partial(_wn_adam, "wn_adam", learning_rate, beta, b_init, per, neuron_axis, nonfinite)
     return _chain("wn_adam", core, learning_rate, weight_decay, decoupled_weight_decay)
 
 
@@ -132,37 +121,9 @@ def scale_by_wngrad(
     Args:
         learning_rate: as for `wngrad`, and so are the others.
     """
-    blocks = _Blocks("scale_by_wngrad", learning_rate, b_init, per, neuron_axis, nonfinite)
-    _fraction("scale_by_wngrad", "momentum", momentum)
-    buffered = not (momentum is None or (isinstance(momentum, (int, float)) and momentum == 0))
-
-    def init(params: PyTree) -> WNGradState:
-        buf = jax.tree.map(jnp.zeros_like, params) if buffered else None
-        return WNGradState(_zero(), blocks.first(params), buf, _zero())
-
-    def update(
-        updates: PyTree, state: WNGradState, params: PyTree | None = None
-    ) -> tuple[PyTree, WNGradState]:
-        del params
-        new = blocks.next(updates, state.b, state.count)
-        if buffered:
-            buf = jax.tree.map(
-                # buf ← μ·buf + g/b_j
-                lambda g, b, on, old: jnp.where(on, rule.momentum(_wide(old), g, b, momentum), old),
-                updates, new.divisor, new.live, state.buf,
-            )  # fmt: skip
-            direction = buf
-        else:
-            buf = None
-            direction = jax.tree.map(lambda g, b: _wide(g) / b, updates, new.divisor)
-        return _masked(direction, new.live, updates), WNGradState(
-            optax.safe_increment(state.count),
-            new.b,
-            None if buf is None else _like(buf, updates),
-            state.skipped + new.skipped,
-        )
-
-    return optax.GradientTransformation(init, update)
+    owner = "scale_by_wngrad"
+    core = _wngrad(owner, learning_rate, momentum, b_init, per, neuron_axis, nonfinite, None)
+    return _narrowed(core)
 
 
 def scale_by_wn_adam(
@@ -179,8 +140,67 @@ def scale_by_wn_adam(
     Args:
         learning_rate: as for `wn_adam`, and so are the others.
     """
-    blocks = _Blocks("scale_by_wn_adam", learning_rate, b_init, per, neuron_axis, nonfinite)
-    _fraction("scale_by_wn_adam", "beta", beta)
+    owner = "scale_by_wn_adam"
+    core = _wn_adam(owner, learning_rate, beta, b_init, per, neuron_axis, nonfinite, None)
+    return _narrowed(core)
+
+
+def _wngrad(
+    owner: str,
+    learning_rate: Rate,
+    momentum: float | Array | None,
+    b_init: BInit,
+    per: Per,
+    neuron_axis: NeuronAxis,
+    nonfinite: Nonfinite,
+    decay: float | Array | None,
+) -> optax.GradientTransformation:
+    """The direction g/b_j or its momentum, with decoupled decay in it, in float32 or wider."""
+    blocks = _Blocks(owner, learning_rate, b_init, per, neuron_axis, nonfinite)
+    mu = _checked(owner, "momentum", momentum, below=1.0)
+    buffered = not (mu is None or (isinstance(mu, float) and mu == 0))
+
+    def init(params: PyTree) -> WNGradState:
+        buf = jax.tree.map(jnp.zeros_like, params) if buffered else None
+        return WNGradState(_zero(), blocks.first(params), buf, _zero())
+
+    def update(
+        updates: PyTree, state: WNGradState, params: PyTree | None = None
+    ) -> tuple[PyTree, WNGradState]:
+        new = blocks.next(updates, state.b, state.count)
+        if buffered:
+            buf = jax.tree.map(
+                # buf ← μ·buf + g/b_j
+                lambda g, b, on, old: jnp.where(on, rule.momentum(_wide(old), g, b, mu), old),
+                updates, new.divisor, new.live, state.buf,
+            )  # fmt: skip
+            direction = buf
+        else:
+            buf = None
+            direction = jax.tree.map(lambda g, b: _wide(g) / b, updates, new.divisor)
+        return _masked(direction, new.live, params, decay), WNGradState(
+            optax.safe_increment(state.count),
+            new.b,
+            None if buf is None else _like(buf, state.buf),
+            state.skipped + new.skipped,
+        )
+
+    return optax.GradientTransformation(init, update)
+
+
+def _wn_adam(
+    owner: str,
+    learning_rate: Rate,
+    beta: float | Array,
+    b_init: BInit,
+    per: Per,
+    neuron_axis: NeuronAxis,
+    nonfinite: Nonfinite,
+    decay: float | Array | None,
+) -> optax.GradientTransformation:
+    """The direction ĝ_j/((1−βᵗ)·b_j), with decoupled decay in it, in float32 or wider."""
+    blocks = _Blocks(owner, learning_rate, b_init, per, neuron_axis, nonfinite)
+    mean = _checked(owner, "beta", beta, below=1.0)
 
     def init(params: PyTree) -> WNAdamState:
         b, m = blocks.first(params), jax.tree.map(jnp.zeros_like, params)
@@ -189,23 +209,22 @@ def scale_by_wn_adam(
     def update(
         updates: PyTree, state: WNAdamState, params: PyTree | None = None
     ) -> tuple[PyTree, WNAdamState]:
-        del params
         new = blocks.next(updates, state.b, state.count)
         t = jax.tree.map(lambda t, on: t + on, state.t, new.live_blocks)
         m = jax.tree.map(
             # ĝ_j ← β ĝ_{j-1} + (1−β) g
-            lambda g, on, old: jnp.where(on, rule.running_mean(_wide(old), g, beta), old),
+            lambda g, on, old: jnp.where(on, rule.running_mean(_wide(old), _wide(g), mean), old),
             updates, new.live, state.m,
         )  # fmt: skip
         direction = jax.tree.map(
             # t = 0: nothing seen, and ĝ is 0
-            lambda m, b, t: rule.unbiased(m, beta, jnp.maximum(t, 1)) / b,
+            lambda m, b, t: rule.unbiased(m, mean, jnp.maximum(t, 1)) / b,
             m, new.divisor, blocks.spread(t, updates),
         )  # fmt: skip
-        return _masked(direction, new.live, updates), WNAdamState(
+        return _masked(direction, new.live, params, decay), WNAdamState(
             optax.safe_increment(state.count),
             new.b,
-            _like(m, updates),
+            _like(m, state.m),
             t,
             state.skipped + new.skipped,
         )
@@ -216,16 +235,28 @@ def scale_by_wn_adam(
 # ---------------------------------------------------------------- granularity
 
 
-def flax_neuron_axis(path: tuple[Any, ...], shape: tuple[int, ...]) -> int | None:
-    """Flax's convention: a kernel's last axis, an embedding's first, each entry of a vector."""
-    if len(shape) < 2:
-        return None
+def flax_neuron_axis(path: tuple[Any, ...], shape: tuple[int, ...]) -> Axes:
+    """Flax's convention: a kernel's last axis, an embedding's first, each entry of a bias or scale.
+
+    The kernel of an attention's query, key or value is (in, heads, dim): its neurons are the last
+    two axes.
+    """
     names = [getattr(key, "key", getattr(key, "name", None)) for key in path]
-    return 0 if "embedding" in names[-2:] else -1  # nnx wraps the name once more
+    if names[-1:] == ["value"]:  # an nnx variable wraps its content once more
+        names.pop()
+    name, layer = names[-1] if names else None, names[-2] if len(names) > 1 else None
+    if len(shape) < 2 or name in ("bias", "scale"):
+        return None
+    if name == "embedding":
+        return 0
+    return (-2, -1) if layer in ("query", "key", "value") and len(shape) == 3 else -1
 
 
-def neuron_axis_of(module: Any) -> Callable[[tuple[Any, ...], tuple[int, ...]], int | None]:
+def neuron_axis_of(module: Any) -> Callable[[tuple[Any, ...], tuple[int, ...]], Axes]:
     """The `neuron_axis` of a model: Equinox keeps the neuron first, Flax last (embeddings first).
+
+    Leaves that a transformation has stacked (`nn.scan`, `eqx.filter_vmap`) have one axis more, and
+    need a function of yours.
 
     Args:
         module: an Equinox module, or a Flax one (linen or nnx).
@@ -269,29 +300,34 @@ class _Blocks:
         ):
             if value not in allowed:
                 raise ValueError(f"{owner}: `{name}` must be one of {allowed}, got {value!r}.")
-        if isinstance(learning_rate, (int, float)) and not 0 <= learning_rate < math.inf:
-            raise ValueError(
-                f"{owner}: `learning_rate` must be >= 0 and finite, got {learning_rate!r}."
-            )
-        if not (neuron_axis is None or type(neuron_axis) is int or callable(neuron_axis)):
+        if not (_is_axes(neuron_axis) or callable(neuron_axis)):
             raise TypeError(
-                f"{owner}: `neuron_axis` must be an integer or a function of path and shape, got "
-                f"{neuron_axis!r}."
+                f"{owner}: `neuron_axis` must be an integer, several, or a function of path and "
+                f"shape (static under inject_hyperparams), got {neuron_axis!r}."
             )
-        self.owner, self.rate, self.per, self.axis = owner, learning_rate, per, neuron_axis
+        self.owner, self.per, self.axis = owner, per, neuron_axis
+        self.rate = (
+            learning_rate
+            if callable(learning_rate)
+            else _checked(owner, "learning_rate", learning_rate)
+        )
         self.skip = nonfinite == "skip"
         self.number, self.c = _start(owner, b_init)
 
     def first(self, params: PyTree) -> PyTree:
-        """b₁; 0 stands for "not yet"."""
+        """b₁, made of the parameters so that it is sharded like them; 0 stands for "not yet"."""
         value = 0.0 if self.number is None else self.number
         if self.per == "model":
-            leaves = jax.tree.leaves(params)
-            dtype = jnp.result_type(jnp.float32, *(_real(leaf.dtype) for leaf in leaves))
-            return jnp.full((), value, dtype)
-        return jax.tree_util.tree_map_with_path(
-            lambda path, p: jnp.full(self._shape(path, p.shape), value, _b_dtype(p)), params
-        )
+            zero = sum((jnp.zeros_like(p, _b_dtype(p)).sum() for p in jax.tree.leaves(params)), 0.0)
+            zero = jnp.asarray(zero, jnp.promote_types(jnp.asarray(zero).dtype, jnp.float32))
+            return (zero + value).astype(zero.dtype)
+
+        def leaf(path: tuple[Any, ...], p: Array) -> Array:
+            axes = self._reduced(path, p.shape)
+            zero = jnp.zeros_like(p, _b_dtype(p)).sum(axes, keepdims=True)
+            return (zero + value).astype(zero.dtype)
+
+        return jax.tree_util.tree_map_with_path(leaf, params)
 
     def spread(self, blocks: PyTree, leaves: PyTree) -> PyTree:
         """A tree of blocks as one of the leaves' structure."""
@@ -299,14 +335,14 @@ class _Blocks:
 
     def next(self, updates: PyTree, b: PyTree, count: Array) -> _New:
         """b_j ← b_{j-1} + λ²‖g‖²/b_{j-1}."""
-        lam = self.rate(count) if callable(self.rate) else self.rate
+        lam = _rate(self.rate(count) if callable(self.rate) else self.rate)
         if self.per == "model":
-            total = sum(_sq_norm(g, None).astype(b.dtype) for g in jax.tree.leaves(updates))
-            squares: PyTree = jnp.asarray(total, b.dtype)
+            parts = [_norm(g, None).astype(b.dtype) for g in jax.tree.leaves(updates)]
+            norms: PyTree = _norm(jnp.stack(parts), None) if parts else jnp.zeros_like(b)
         else:
-            squares = jax.tree.map(lambda g, b: _sq_norm(g, b.shape), updates, b)
-        new = jax.tree.map(lambda b, sq: self._grown(b, sq, lam), b, squares)
-        finite = jax.tree.map(lambda n, sq: jnp.isfinite(n) & jnp.isfinite(sq), new, squares)
+            norms = jax.tree.map(lambda g, b: _norm(g, b.shape), updates, b)
+        new = jax.tree.map(lambda b, norm: self._grown(b, norm, lam), b, norms)
+        finite = jax.tree.map(lambda n, norm: jnp.isfinite(n) & jnp.isfinite(norm), new, norms)
         live = jax.tree.map(lambda n, ok: self._live(n, ok, lam), new, finite)
         # An infinite b would freeze the block for ever, and in silence. NaN shows.
         shown = jax.tree.map(lambda n: jnp.where(jnp.isinf(n), jnp.nan, n), new)
@@ -321,36 +357,36 @@ class _Blocks:
             jnp.asarray(sum(bad), jnp.int32),
         )
 
-    def _grown(self, b: Array, sq: Array, lam: Any) -> Array:
+    def _grown(self, b: Array, norm: Array, lam: Any) -> Array:
         if self.c is not None:
-            some = sq > 0
-            norm = jnp.where(some, jnp.sqrt(jnp.where(some, sq, 1)), 0)
             b1 = rule.first_b(norm, lam, self.c)
             info: Any = jnp.finfo(b.dtype)  # type: ignore[no-untyped-call]
             floor = float(info.tiny) / float(info.eps)  # below it entries may be denormal
             b = jnp.where((b == 0) & (norm >= floor) & (b1 >= floor), b1, b).astype(b.dtype)
         unset = b == 0
-        return jnp.where(unset, 0 * sq, rule.next_b(jnp.where(unset, 1, b), sq, lam)).astype(
-            b.dtype
-        )
+        grown = rule.next_b_of_norm(jnp.where(unset, 1, b), norm, lam)
+        return jnp.where(unset, 0 * norm, grown).astype(b.dtype)
 
     def _live(self, b: Array, finite: Array, lam: Any) -> Array:
         live = (b != 0) & (jnp.asarray(lam) != 0)
         return live & finite if self.skip else live
 
-    def _shape(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _reduced(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The axes over which a block's norm is taken."""
+        n = len(shape)
         if self.per == "tensor":
-            return (1,) * len(shape)
+            return tuple(range(n))
         find = flax_neuron_axis if self.axis is None else self.axis
-        axis = find(path, shape) if callable(find) else find if len(shape) > 1 else None
-        if axis is None:
-            return shape
-        if not -len(shape) <= axis < len(shape):
+        axes = find(path, shape) if callable(find) else find if n > 1 else None
+        if axes is None:
+            return ()
+        kept = axes if isinstance(axes, tuple) else (axes,)
+        if not all(type(axis) is int and -n <= axis < n for axis in kept):
             raise ValueError(
-                f"{self.owner}: `neuron_axis` must be an axis of every leaf, got {axis!r} for "
+                f"{self.owner}: `neuron_axis` must be an axis of every leaf, got {axes!r} for "
                 f"{jax.tree_util.keystr(path)} of shape {shape}."
             )
-        return tuple(n if i == axis % len(shape) else 1 for i, n in enumerate(shape))
+        return tuple(i for i in range(n) if i not in {axis % n for axis in kept})
 
 
 # ---------------------------------------------------------------- parts
@@ -358,66 +394,104 @@ class _Blocks:
 
 def _chain(
     owner: str,
-    core: optax.GradientTransformation,
+    core: Callable[[Any], optax.GradientTransformation],
     learning_rate: Rate,
     weight_decay: float | Array | None,
     decoupled: bool,
-) -> optax.GradientTransformation:
-    known = isinstance(weight_decay, (int, float))
-    if known and not 0 <= weight_decay < math.inf:  # type: ignore[operator]
-        raise ValueError(f"{owner}: `weight_decay` must be >= 0 and finite, got {weight_decay!r}.")
+) -> optax.GradientTransformationExtraArgs:
+    decay = _checked(owner, "weight_decay", weight_decay)
     if not isinstance(decoupled, bool):
         raise TypeError(
             f"{owner}: `decoupled_weight_decay` must be True or False, got {decoupled!r}."
         )
-    last = optax.scale_by_learning_rate(learning_rate)
-    if weight_decay is None or (known and weight_decay == 0):
-        return optax.chain(core, last)
-    decay = optax.add_decayed_weights(weight_decay)
-    parts = (core, decay, last) if decoupled else (decay, core, last)
-    chained = optax.chain(*parts)
+    off = decay is None or (isinstance(decay, float) and decay == 0)
+    parts = [core(None if off or not decoupled else decay)]
+    if not off and not decoupled:
+        parts.insert(0, optax.add_decayed_weights(decay))
+    return _narrowed(
+        optax.chain(*parts, optax.scale_by_learning_rate(learning_rate)), None if off else owner
+    )
 
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
-        if params is None:
+
+def _narrowed(
+    wide: optax.GradientTransformation, needs_params: str | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Updates in the gradients' type, rounded once, at the end."""
+    inner = optax.with_extra_args_support(wide)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, Any]:
+        if needs_params is not None and params is None:
             raise ValueError(
-                f"{owner}: `params` must be given to `update`, since `weight_decay` needs them, "
-                f"got None."
+                f"{needs_params}: `params` must be given to `update`, since `weight_decay` needs "
+                f"them, got None."
             )
-        return cast("tuple[PyTree, Any]", chained.update(updates, state, params))
+        new, state = inner.update(updates, state, params, **extra)
+        return _like(new, updates), state
 
-    return optax.GradientTransformation(chained.init, update)
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def _start(owner: str, b_init: Any) -> tuple[Any, float | None]:
+def _start(owner: str, b_init: Any) -> tuple[Any, Any]:
     """(b₁, None), or (None, C) where the first gradient sets it."""
     if isinstance(b_init, str) and b_init == "gradient":
         return None, 1.0
-    number, c = b_init, None
     if isinstance(b_init, tuple) and len(b_init) == 2 and b_init[0] == "gradient":
-        number, c = None, b_init[1]
-    value = number if c is None else c
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
-        return number, c
-    if isinstance(value, jax.Array):  # injected or traced: cannot be looked at
-        return number, c
-    raise ValueError(
-        f'{owner}: `b_init` must be > 0 and finite, "gradient" or ("gradient", C), got {b_init!r}.'
-    )
+        return None, _checked(owner, "b_init", b_init[1], above=0.0)
+    if b_init is None or isinstance(b_init, (str, tuple)):
+        raise ValueError(
+            f'{owner}: `b_init` must be a number > 0, "gradient" or ("gradient", C), '
+            f"got {b_init!r}."
+        )
+    return _checked(owner, "b_init", b_init, above=0.0), None
 
 
-def _fraction(owner: str, name: str, value: Any) -> None:
-    if isinstance(value, (int, float)) and not 0 <= value < 1:
-        raise ValueError(f"{owner}: `{name}` must be in [0, 1), got {value!r}.")
+def _checked(
+    owner: str, name: str, value: Any, *, above: float | None = None, below: float = math.inf
+) -> Any:
+    """A number in range as a float, or an array as it is; a traced one cannot be looked at."""
+    if value is None and name in ("momentum", "weight_decay"):
+        return None
+    if isinstance(value, jax.core.Tracer):
+        return value
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{owner}: `{name}` must be a number, got {value!r}.") from None
+    low = number > above if above is not None else number >= 0
+    if isinstance(value, bool) or not (low and number < below):
+        least = f"> {above:g}" if above is not None else ">= 0"
+        most = f"< {below:g}" if below < math.inf else "finite"
+        raise ValueError(f"{owner}: `{name}` must be {least} and {most}, got {value!r}.")
+    return value if isinstance(value, jax.Array) else number
 
 
-def _sq_norm(g: Array, shape: tuple[int, ...] | None) -> Array:
-    """‖g‖² of each block in float32 or wider, keeping dimensions; of all without a shape."""
-    g = _wide(g)
-    sq = jnp.real(g) ** 2 + jnp.imag(g) ** 2 if jnp.iscomplexobj(g) else g**2
+def _is_axes(value: Any) -> bool:
+    several = isinstance(value, tuple) and all(type(axis) is int for axis in value)
+    return value is None or type(value) is int or several
+
+
+def _rate(lam: Any) -> Any:
+    """λ in float32 or wider: its square must not overflow a half-precision type."""
+    return _wide(lam) if isinstance(lam, jax.Array) else lam
+
+
+def _norm(g: Array, shape: tuple[int, ...] | None) -> Array:
+    """‖g‖ of each block in float32 or wider, keeping dimensions; of all of it without a shape.
+
+    Scaled by the largest entry, so that no square overflows or vanishes.
+    """
+    g = jnp.abs(_wide(g))
     axes = (
         tuple(range(g.ndim)) if shape is None else tuple(i for i, n in enumerate(shape) if n == 1)
     )
-    return sq.sum(axes, keepdims=shape is not None)
+    top = g.max(axes, keepdims=True, initial=0)
+    top = jnp.where((top > 0) & jnp.isfinite(top), top, 1)
+    sq = ((g / top) ** 2).sum(axes, keepdims=True)
+    some = sq > 0
+    norm = top * jnp.where(some, jnp.sqrt(jnp.where(some, sq, 1)), sq)  # √ has no slope at 0
+    return norm if shape is not None else norm.reshape(())
 
 
 def _real(dtype: Any) -> Any:
@@ -432,9 +506,13 @@ def _wide(g: Array) -> Array:
     return g.astype(jnp.promote_types(g.dtype, jnp.float32))
 
 
-def _masked(direction: PyTree, live: PyTree, updates: PyTree) -> PyTree:
-    """The direction where a block takes the step, and exactly 0 elsewhere."""
-    return _like(jax.tree.map(lambda d, on: jnp.where(on, d, 0), direction, live), updates)
+def _masked(
+    direction: PyTree, live: PyTree, params: PyTree | None, decay: float | Array | None
+) -> PyTree:
+    """The direction (and the decay) where a block takes the step, and exactly 0 elsewhere."""
+    if decay is not None:
+        direction = jax.tree.map(lambda d, p: d + decay * _wide(p), direction, params)
+    return jax.tree.map(lambda d, on: jnp.where(on, d, 0), direction, live)
 
 
 def _like(tree: PyTree, leaves: PyTree) -> PyTree:
