@@ -545,3 +545,44 @@ def test_hypergradients_are_finite_where_a_row_has_no_gradient():
         opt.step()
     (slope,) = torch.autograd.grad((x**2).sum(), lam)
     assert slope.isfinite()
+
+
+def test_a_step_inside_backward_is_the_step_after_it(optimizer):
+    """Each parameter stepped and freed when its gradient is ready: exact where b is its own."""
+    a, b = twins()
+    one = optimizer([{"params": [p]} for p in a.parameters()])  # `per="model"`: a model of one
+    inside = {p: optimizer([p]) for p in b.parameters()}
+
+    def release(p):
+        inside[p].step()
+        p.grad = None
+
+    for p in b.parameters():
+        p.register_post_accumulate_grad_hook(release)
+    for seed in range(3):
+        one.zero_grad()
+        backward(a, seed)
+        one.step()
+        backward(b, seed)
+    assert same(a, b)
+    assert all(p.grad is None for p in b.parameters())
+
+
+def test_sparse_embeddings_train_like_dense_ones(optimizer):
+    """Where every row is untouched but by its gradient; else a sparse gradient is refused."""
+    dense, sparse = nn.Embedding(6, 3), nn.Embedding(6, 3, sparse=True)
+    sparse.load_state_dict(dense.state_dict())
+    one, other = optimizer(dense.parameters()), optimizer(sparse.parameters())
+    touches_all = one._buffered(one.param_groups[0]) or one.defaults["weight_decay"] != 0
+    for k in range(4):
+        for layer in (dense, sparse):
+            layer.zero_grad()
+            layer(torch.tensor([k, 2, 2])).square().sum().backward()
+        one.step()
+        if touches_all:
+            with pytest.raises(ValueError, match="sparse `grad`"):
+                other.step()
+            return
+        other.step()
+    assert torch.equal(dense.weight, sparse.weight)
+    assert torch.equal(one.state[dense.weight]["b"], other.state[sparse.weight]["b"])
