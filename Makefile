@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+MEASURED := --cov=wngrad --cov-report=term:skip-covered --cov-fail-under=95
 
 .PHONY: demo test test-faults check format clean
 
@@ -9,7 +10,7 @@ demo: $(VENV)/ready
 	$(RUN) examples/flat_curve.py
 
 test: $(VENV)/ready
-	$(RUN) -m pytest -n 2 -m "not faults and not gpu" --cov=wngrad --cov-report=term:skip-covered --cov-fail-under=95
+	$(RUN) -m pytest -n 2 --dist worksteal -m "not faults and not gpu" $(COVERAGE)
 
 test-faults: $(VENV)/ready
 	$(RUN) -m pytest -m faults
@@ -18,7 +19,7 @@ check: $(VENV)/ready
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
-	$(MAKE) test
+	$(MAKE) test COVERAGE="$(MEASURED)"
 
 format: $(VENV)/ready
 	$(RUN) -m ruff format .
