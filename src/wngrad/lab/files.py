@@ -1,0 +1,139 @@
+"""Files that are whole or not there: written beside, synced, renamed, and sealed by a checksum.
+
+A sealed file that was cut, or in which one bit has changed, is not read but reported as `Damaged`.
+Nothing is unpickled before its checksum is right, and then only as plain data and tensors.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_MAGIC = b"wngrad-checkpoint-1\n"
+
+
+class Damaged(ValueError):  # noqa: N818 - a state, and the name callers read
+    """A file whose contents are not what was written; the message names it and says why."""
+
+
+def write(path: Path, data: bytes) -> None:
+    """Put `data` at `path`: whatever happens, the old contents or the new, never a mixture.
+
+    Raises:
+        OSError: there is no room, or the folder cannot be written; it names `path`.
+    """
+    # A short name: one longer than `path` might not be allowed. The same name every time: what a
+    # killed process left is overwritten by the next. Writers of one path hold a common lock.
+    beside = path.with_name(f".{hashlib.sha256(path.name.encode()).hexdigest()[:16]}")
+    try:
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            _write_all(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(beside, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise OSError(error.errno, f"{path} could not be written: {error.strerror}") from error
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename last through a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def seal_json(value: dict[str, Any]) -> bytes:
+    """`value` as one line of JSON that ends in its own checksum."""
+    body = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    seal = hashlib.sha256(body.encode()).hexdigest()
+    return f'{body[:-1]}{"," if len(body) > 2 else ""}"sha256":"{seal}"}}\n'.encode()
+
+
+def open_json(data: bytes, name: str) -> dict[str, Any]:
+    """What `seal_json` sealed, byte for byte, or Damaged."""
+    try:
+        value = json.loads(data)
+        value.pop("sha256")
+        whole = seal_json(value) == data
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged(f"{name} is not a whole record: {error}.") from error
+    if not whole:
+        raise Damaged(f"{name} does not match its checksum.")
+    found: dict[str, Any] = value
+    return found
+
+
+def seal_tensors(value: Any) -> bytes:
+    """Containers of tensors and numbers as bytes, behind their checksum."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    body = buffer.getvalue()
+    return _MAGIC + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+
+def open_tensors(data: bytes, name: str) -> Any:
+    """What `seal_tensors` sealed, on the CPU, or Damaged. Runs no code from the file."""
+    import pickle
+
+    import torch
+
+    head = len(_MAGIC) + 65
+    body = data[head:]
+    expected = _MAGIC + hashlib.sha256(body).hexdigest().encode() + b"\n"
+    if data[:head] != expected:
+        raise Damaged(f"{name} does not match its checksum.")
+    try:
+        return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        raise Damaged(f"{name} holds something other than tensors: {error}.") from error
+
+
+def read(path: Path) -> bytes | None:
+    """The bytes at `path`, or None if there is nothing; Damaged if it is not a file."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except IsADirectoryError as error:
+        raise Damaged(f"{path} is a folder, not a file.") from error
+
+
+@contextmanager
+def lock(path: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold `path` for this process alone; yields whether that was possible.
+
+    The operating system lets go of it when the process ends, however it ends: nothing is ever left
+    marked as running.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        os.close(descriptor)
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        os.close(descriptor)

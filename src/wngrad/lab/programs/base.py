@@ -1,0 +1,217 @@
+"""Many training runs as one program.
+
+Nothing in a program is drawn from a generator that would have to be saved: the seed and the number
+of the step say what comes next. What `state` returns is therefore all there is to a run.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wngrad.lab.data import Data
+from wngrad.lab.spec import METRICS, Pack, Sweep
+from wngrad.lab.update import Update
+
+TEST_CHUNK = 1000  # examples evaluated at a time: bounds the memory of an evaluation
+
+
+class Program(ABC):
+    """Some lanes in training, one number per lane in every result, in the order of `pack.lanes`."""
+
+    def __init__(self, sweep: Sweep, pack: Pack, data: Data, device: str | torch.device) -> None:
+        self.sweep, self.pack, self.device = sweep, pack, torch.device(device)
+        self.dtype = torch.float64 if sweep.precision == "float64" else torch.float32
+        self.train_x = data.train_x.to(self.device, self.dtype)
+        self.test_x = data.test_x.to(self.device, self.dtype)
+        self.train_y, self.test_y = data.train_y.to(self.device), data.test_y.to(self.device)
+        self.shape, self.classes = data.shape, data.classes
+        self.steps = len(data.train_y) // sweep.batch  # an incomplete last batch is left out
+        if self.steps == 0:
+            raise ValueError(
+                f"lab: `batch` must be at most the {len(data.train_y)} training examples, "
+                f"got {sweep.batch}."
+            )
+        self.epoch, self.step = 0, 0  # epochs finished, steps of the next one done
+        self.curves: dict[str, list[list[float]]] = {name: [] for name in METRICS}
+        seeds = len(pack.seeds)
+        self.order = torch.zeros(seeds, self.steps * sweep.batch, device=self.device).long()
+        self.at = torch.arange(sweep.batch, device=self.device)  # of the next step, in `order`
+        self.total = torch.zeros(len(pack.lanes), dtype=torch.float64, device=self.device)
+        self._shuffle()
+
+    def advance(self, steps: int) -> None:
+        """Train for `steps` steps, or to the end of the epoch if that comes first."""
+        steps = min(steps, self.steps - self.step)
+        self._train(steps)
+        self.step += steps
+        if self.step == self.steps:
+            self._end_epoch()
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as containers of tensors and numbers."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "curves": self.curves,
+            "total": self.total,
+            "lanes": self._lanes_state(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`."""
+        self.epoch, self.step, self.curves = state["epoch"], state["step"], state["curves"]
+        self.total.copy_(state["total"])
+        self._load_lanes(state["lanes"])
+        self._shuffle()
+
+    @property
+    def diverged(self) -> list[int | None]:
+        """For each lane the first epoch, from 1, whose training loss was not finite."""
+        firsts: list[int | None] = [None] * len(self.pack.lanes)
+        for epoch, losses in reversed(list(enumerate(self.curves["train_loss"], 1))):
+            firsts = [f if math.isfinite(v) else epoch for f, v in zip(firsts, losses, strict=True)]
+        return firsts
+
+    def _end_epoch(self) -> None:
+        test_loss, accuracy = self._test()
+        found = (self.total / self.steps, test_loss, accuracy)
+        for name, values in zip(METRICS, found, strict=True):
+            self.curves[name].append(values.double().tolist())
+        self.epoch, self.step = self.epoch + 1, 0
+        self.total.zero_()
+        self._shuffle()
+
+    def _shuffle(self) -> None:
+        """The order of the examples in this epoch: the same for all lanes of a seed."""
+        for row, seed in zip(self.order, self.pack.seeds, strict=True):
+            drawn = np.random.default_rng([seed, self.epoch]).permutation(len(self.train_y))
+            row.copy_(torch.from_numpy(drawn[: row.numel()]))
+        self.at.copy_(torch.arange(self.sweep.batch) + self.step * self.sweep.batch)
+
+    def test_chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The test set, a part at a time."""
+        return zip(self.test_x.split(TEST_CHUNK), self.test_y.split(TEST_CHUNK), strict=True)
+
+    @abstractmethod
+    def _train(self, steps: int) -> None: ...
+
+    @abstractmethod
+    def _test(self) -> tuple[Tensor, Tensor]: ...
+
+    @abstractmethod
+    def _lanes_state(self) -> Any: ...
+
+    @abstractmethod
+    def _load_lanes(self, state: Any) -> None: ...
+
+
+class Fused(Program):
+    """A program whose step on CUDA is compiled, captured once, and replayed."""
+
+    _step_graph: torch.cuda.CUDAGraph | None = None
+    _test_graph: torch.cuda.CUDAGraph | None = None
+
+    def _train(self, steps: int) -> None:
+        if self.device.type != "cuda":
+            for _ in range(steps):
+                self._one_step()
+            return
+        if self._step_graph is None:
+            self._step_graph = self._captured(self._one_step)
+        for _ in range(steps):
+            self._step_graph.replay()
+        torch.cuda.synchronize()
+
+    def _test(self) -> tuple[Tensor, Tensor]:
+        if self.device.type != "cuda":
+            return self._evaluate()
+        if self._test_graph is None:
+            with _capturing(self.sweep.precision):
+                self._tested = self._evaluate()
+            self._test_graph = self._captured(self._evaluate_again)
+        self._test_graph.replay()
+        return self._tested
+
+    def _evaluate_again(self) -> None:
+        for mine, new in zip(self._tested, self._evaluate(), strict=True):
+            mine.copy_(new)
+
+    def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """`work` as a CUDA graph; what its warm-up changed is put back."""
+        before = _cloned(self.state())
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with _capturing(self.sweep.precision), torch.cuda.stream(side):
+            for _ in range(3):
+                work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with _capturing(self.sweep.precision), torch.cuda.graph(graph):
+            work()
+        self.load(before)
+        return graph
+
+    def compiled(self, work: Any) -> Any:
+        if self.device.type != "cuda":
+            return work
+        return torch.compile(work, fullgraph=True, dynamic=False)
+
+    @abstractmethod
+    def _one_step(self) -> None: ...
+
+    @abstractmethod
+    def _evaluate(self) -> tuple[Tensor, Tensor]: ...
+
+
+def move(update: Update, grads: Sequence[Tensor]) -> None:
+    """A step as a plain function, which is what a compiler likes."""
+    with torch.no_grad():
+        update(grads)
+
+
+def copy_into(mine: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    if mine.keys() != saved.keys():
+        raise ValueError(f"lab: the checkpoint is of other lanes: {sorted(mine ^ saved.keys())}.")
+    with torch.no_grad():
+        for key, value in saved.items():
+            mine[key].copy_(value)
+
+
+def _cloned(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {key: _cloned(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [_cloned(value) for value in state]
+    return state
+
+
+@contextmanager
+def _capturing(precision: str) -> Iterator[None]:
+    """What holds while a step is compiled and captured, and nowhere else.
+
+    Float32 products in TF32 if the sweep asks for it; cuDNN tries its algorithms; the compiler may
+    meet the same function often, once for each layer and size of batch.
+    """
+    import torch._dynamo
+
+    before, tried = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.benchmark = True
+    try:
+        with torch._dynamo.config.patch(recompile_limit=1000), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.benchmark = tried

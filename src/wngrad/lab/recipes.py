@@ -1,0 +1,217 @@
+"""The paper's experiments as data, and one that takes minutes on a laptop."""
+
+from __future__ import annotations
+
+from wngrad.lab.claims import (
+    Ahead,
+    AheadOver,
+    AlongTheWay,
+    BestAt,
+    Flat,
+    Generalizes,
+    Level,
+    MoreRobust,
+    Trains,
+)
+from wngrad.lab.spec import Sweep
+
+FIGURE_1 = Sweep(
+    name="figure-1",
+    claim="WNGrad's loss is flat in λ where SGD's is not.",
+    dataset="mnist",
+    model="mlp",
+    optimizers=("sgd", "wngrad"),
+    lam=tuple(10 ** (1.25 - 0.25 * j) for j in range(20)),
+    epochs=30,
+    seeds=tuple(range(5)),
+    metrics=("train_loss", "test_loss"),
+    curves_at=(0.562, 0.056),
+    claims=(
+        Ahead(
+            "At λ = 0.562 WNGrad does much better than SGD in training loss.",
+            metric="train_loss",
+            winner="wngrad",
+            loser="sgd",
+            lam=0.562,
+        ),
+        Ahead(
+            "At λ = 0.562 WNGrad does much better than SGD in test loss.",
+            metric="test_loss",
+            winner="wngrad",
+            loser="sgd",
+            lam=0.562,
+        ),
+        Ahead(
+            "At λ = 0.056 SGD obtains the smaller training loss.",
+            metric="train_loss",
+            winner="sgd",
+            loser="wngrad",
+            lam=0.056,
+        ),
+        Ahead(
+            "At λ = 0.056 WNGrad generalizes better: its test loss is smaller.",
+            metric="test_loss",
+            winner="wngrad",
+            loser="sgd",
+            lam=0.056,
+        ),
+        Trains(
+            "WNGrad is very robust, SGD is not: it trains at every λ up to 17.8.",
+            optimizer="wngrad",
+            rival="sgd",
+            up_to=17.8,
+        ),
+    ),
+)
+
+FIGURE_2 = Sweep(
+    name="figure-2",
+    claim="WNGrad does better than SGD for λ from 0.01 to 1, and as well below.",
+    dataset="cifar10",
+    model="cnn",
+    optimizers=("sgd", "wngrad"),
+    lam=(1.0, 3 / 4, 1 / 2, 1 / 4, 1 / 10, 1 / 20, 1 / 100, 1 / 200, 1 / 1000, 1 / 2000, 1 / 10000),
+    epochs=90,
+    seeds=tuple(range(5)),
+    weight_decay=1e-4,
+    precision="tf32",
+    claims=(
+        AheadOver(
+            "WNGrad performs better in training for λ from 0.01 to 1.",
+            metric="train_loss",
+            winner="wngrad",
+            loser="sgd",
+            lo=0.01,
+            hi=1,
+        ),
+        AheadOver(
+            "WNGrad performs better in testing for λ from 0.01 to 1.",
+            metric="test_accuracy",
+            winner="wngrad",
+            loser="sgd",
+            lo=0.01,
+            hi=1,
+        ),
+        Level(
+            "WNGrad does as well as SGD in training for λ smaller than 0.01.",
+            metric="train_loss",
+            first="wngrad",
+            second="sgd",
+            below=0.01,
+            within=0.1,
+        ),
+        Level(
+            "WNGrad does as well as SGD in testing for λ smaller than 0.01.",
+            metric="test_accuracy",
+            first="wngrad",
+            second="sgd",
+            below=0.01,
+            within=0.02,
+        ),
+        BestAt("The best λ of WNGrad is 0.25.", optimizer="wngrad", lam=0.25),
+        BestAt("The best λ of SGD is 0.05.", optimizer="sgd", lam=0.05),
+        AlongTheWay(
+            "At the best λ of each, WNGrad outperforms SGD in training along the way.",
+            metric="train_loss",
+            winner="wngrad",
+            loser="sgd",
+        ),
+        AlongTheWay(
+            "At the best λ of each, WNGrad outperforms SGD in testing along the way.",
+            metric="test_accuracy",
+            winner="wngrad",
+            loser="sgd",
+        ),
+    ),
+)
+
+FIGURE_3 = Sweep(
+    name="figure-3",
+    claim="With momentum, WNGrad and WN-Adam are more robust to λ than SGD and Adam.",
+    dataset="cifar10",
+    model="resnet18",
+    optimizers=("sgd-momentum", "wngrad-momentum", "adam", "wnadam"),
+    lam=(10.0, 5.0, 2.0, *FIGURE_2.lam),
+    epochs=60,
+    seeds=tuple(range(5)),
+    program="branches",
+    lanes_per_pack=8,
+    precision="bfloat16",
+    claims=(
+        MoreRobust(
+            "WNGrad-Momentum is more robust than SGD-Momentum.",
+            robust="wngrad-momentum",
+            fragile="sgd-momentum",
+        ),
+        MoreRobust("WN-Adam is more robust than Adam.", robust="wnadam", fragile="adam"),
+        MoreRobust(
+            "WNGrad-Momentum is more robust than Adam.", robust="wngrad-momentum", fragile="adam"
+        ),
+        MoreRobust(
+            "WN-Adam is more robust than SGD-Momentum.", robust="wnadam", fragile="sgd-momentum"
+        ),
+        Generalizes(
+            "WN-Adam still does fairly well in generalization at λ = 10.",
+            optimizer="wnadam",
+            lam=10,
+        ),
+    ),
+)
+
+DIGITS = Sweep(
+    name="digits",
+    claim="The paper's optimizers train over more decades of λ than SGD and Adam, on small data.",
+    dataset="digits",
+    model="mlp",
+    optimizers=(
+        "sgd",
+        "sgd-momentum",
+        "adam",
+        "wngrad",
+        "wngrad-momentum",
+        "wnadam",
+        "wngrad-gradient",
+    ),
+    lam=tuple(10 ** (-4 + k / 2) for k in range(13)),
+    epochs=15,
+    seeds=tuple(range(3)),
+    metrics=("train_loss", "test_loss"),
+    claims=(
+        Trains(
+            "WNGrad trains at every λ from 0.001 up to 100, where SGD does not.",
+            optimizer="wngrad",
+            rival="sgd",
+            start=0.001,
+            up_to=100,
+            source="ours",
+        ),
+        MoreRobust(
+            "WNGrad is more robust than SGD.", robust="wngrad", fragile="sgd", source="ours"
+        ),
+        MoreRobust(
+            "WNGrad-Momentum is more robust than SGD-Momentum.",
+            robust="wngrad-momentum",
+            fragile="sgd-momentum",
+            source="ours",
+        ),
+        MoreRobust(
+            "WN-Adam is more robust than Adam.", robust="wnadam", fragile="adam", source="ours"
+        ),
+        Flat(
+            "Started from its first gradient, WNGrad does not depend on λ: it cancels.",
+            metric="test_loss",
+            optimizer="wngrad-gradient",
+            source="ours",
+        ),
+    ),
+)
+
+RECIPES: dict[str, Sweep] = {sweep.name: sweep for sweep in (FIGURE_1, FIGURE_2, FIGURE_3, DIGITS)}
+
+
+def command(sweep: Sweep) -> str:
+    """What to type after `wngrad run`: the name, with what sets the sweep apart from its recipe."""
+    recipe = RECIPES.get(sweep.name, sweep)
+    epochs = f" --epochs {sweep.epochs}" if sweep.epochs != recipe.epochs else ""
+    seeds = f" --seeds {len(sweep.seeds)}" if sweep.seeds != recipe.seeds else ""
+    return f"{sweep.name}{epochs}{seeds}"

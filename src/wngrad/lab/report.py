@@ -1,0 +1,118 @@
+"""From records to a report: a page, a picture and a summary. Nothing is trained here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from wngrad.lab import figures, page
+from wngrad.lab.cells import label, lam_text
+from wngrad.lab.claims import Finding
+from wngrad.lab.recipes import command
+from wngrad.lab.results import USABLE, Results
+from wngrad.lab.spec import Record, Sweep
+
+
+def write(
+    sweep: Sweep, records: Sequence[Record], out: Path, *, notes: Sequence[str] = ()
+) -> list[Path]:
+    """Write report.html, figure.png, figure.svg and summary.md into `out`.
+
+    Args:
+        sweep: what was to be run; its claims are judged.
+        records: what was run. Lanes that are missing or failed are named, never invented.
+        out: a folder; made if need be.
+        notes: remarks to print beside those of the records.
+
+    Returns:
+        The files, the page first.
+
+    Raises:
+        ValueError: no record belongs to the sweep.
+    """
+    results = Results(sweep, records)
+    findings = [claim.measure(results) for claim in sweep.claims]
+    out.mkdir(parents=True, exist_ok=True)
+    html, png, svg, summary = (
+        out / name for name in ("report.html", "figure.png", "figure.svg", "summary.md")
+    )
+    html.write_text(page.render(results, findings, notes), encoding="utf-8")
+    figures.write(results, notes, [png, svg])
+    summary.write_text(markdown(results, findings, notes), encoding="utf-8")
+    return [html, png, svg, summary]
+
+
+def markdown(results: Results, findings: Sequence[Finding], notes: Sequence[str] = ()) -> str:
+    """The summary: claims, best λ, and what it all rests on."""
+    sweep = results.sweep
+    lines = [
+        f"# {sweep.name}: {label(sweep.dataset)}, {label(sweep.model)}",
+        "",
+        f"{sweep.claim} {page.verdicts(findings)}",
+        "",
+        f"{results.facts()}. Every mean is over the seeds, ± one sample standard deviation; n is "
+        "their number, or in the first table that of all lanes. Less than two standard errors of a "
+        "difference is called noise.",
+        "",
+        "![Two metrics over λ and over the epochs](figure.png)",
+        "",
+        *(["## Claims", "", *_claims(findings), ""] if findings else []),
+        *["## Best λ", "", *_bests(results), ""],
+        *["## How it was made", "", *_made(results, notes), ""],
+        *["## What was left out", "", *_list(results.left_out() or ["Nothing."]), ""],
+    ]
+    return "\n".join(lines)
+
+
+def _claims(findings: Sequence[Finding]) -> list[str]:
+    rows = [(f.text, f.source, f.measured, f.n or "–", f.rule, f.verdict) for f in findings]
+    return _table(("claim", "source", "measured", "n", "how judged", "verdict"), rows)
+
+
+def _bests(results: Results) -> list[str]:
+    """Each optimizer at its best, by the sweep's second metric."""
+    metric, grid = results.sweep.metrics[1], len(results.sweep.lam)
+    rows = []
+    for name in results.sweep.optimizers:
+        best, lost = results.best(name), results.diverged(name)
+        ran = sum(lane.optimizer == name for lane in results.done)
+        found = (lam_text(best.lam), best.cell) if best else ("–", "–")
+        usable = f"{len(results.usable(name))} of {grid}"
+        rows.append((label(name), *found, f"{lost} of {ran}", usable))
+    heads = ("optimizer", "best λ", f"{label(metric)} there", "diverged lanes", "usable λ")
+    return [
+        *_table(heads, rows),
+        "",
+        f"The best λ is that of the best mean {label(metric)} at epoch {results.epochs}, among "
+        f"those at which no seed diverged. A λ is usable if its mean test accuracy is within "
+        f"{100 * USABLE:g} points of the best of all optimizers.",
+    ]
+
+
+def _made(results: Results, notes: Sequence[str]) -> list[str]:
+    facts = [f"{key}: {value}" for key, value in results.provenance().items()]
+    what = command(results.sweep)
+    again = ["```sh", f"wngrad run {what}", f"wngrad report {what}", "```"]
+    return [*_list([*facts, *results.notes(), *notes]), "", "To make it again:", "", *again]
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    rule = "|---" * len(heads) + "|"
+    return [_row(heads), rule, *(_row(row) for row in rows)]
+
+
+def _row(cells: Sequence[object]) -> str:
+    return f"| {' | '.join(map(_cell, cells))} |"
+
+
+def _cell(value: object) -> str:
+    return _plain(str(value)).replace("|", r"\|")
+
+
+def _list(items: Sequence[str]) -> list[str]:
+    return [f"- {_plain(item)}" for item in items]
+
+
+def _plain(text: str) -> str:
+    """One line, and no HTML."""
+    return " ".join(text.split()).replace("<", "&lt;")

@@ -1,0 +1,261 @@
+"""Run a sweep into a store: what is done is left alone, what was interrupted goes on."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import wngrad
+from wngrad.lab.data import Data
+from wngrad.lab.programs import PROGRAMS, Program
+from wngrad.lab.spec import Lane, Pack, Record, Sweep
+from wngrad.lab.store import Store
+
+Event = dict[str, Any]
+CHUNK_SECONDS = 0.5  # how long a program trains between two looks at the clock
+
+
+class Interrupted(Exception):  # noqa: N818 - not an error: the work is saved
+    """The run was asked to stop; everything so far is saved."""
+
+
+@dataclass(slots=True)
+class Session:
+    """One visit to a store: what to run, on what, and whom to tell.
+
+    Args:
+        save_every: seconds between checkpoints.
+        tell: called with an event (a dict with a `kind`) after everything that happens.
+        stop: asked between any two steps whether to save and leave.
+        leave_out: names of packs not to touch, as they have just failed.
+    """
+
+    sweep: Sweep
+    data: Data
+    store: Store
+    device: str = "cpu"
+    note: str = ""
+    save_every: float = 30.0
+    tell: Callable[[Event], None] = lambda event: None
+    stop: Callable[[], bool] = lambda: False
+    leave_out: frozenset[str] = frozenset()
+    settings: dict[str, Any] = field(init=False)
+    environment: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sweep = replace(self.sweep, precision=_precision(self.sweep, self.device))
+        self.environment = environment(self.device)
+        self.settings = {**self.sweep.identity(), **conditions(self)}
+
+    def run(self) -> None:
+        """Train what has no record yet.
+
+        Raises:
+            Interrupted: `stop` said so; the state is saved.
+            Mismatch: the store holds a sweep made under other conditions.
+            OSError: a file could not be written; it is named, and the last checkpoint is whole.
+        """
+        packs = self.store.open(self.sweep, conditions(self))
+        self.tell({"kind": "plan", "lanes": len(self.sweep.lanes), "epochs": self.sweep.epochs})
+        for pack in packs:
+            if pack.name in self.leave_out:
+                continue
+            with self.store.claim(pack) as mine:
+                if not mine:
+                    self.tell({"kind": "busy", "pack": pack.name})
+                elif missing := self._missing(pack):
+                    self._run_pack(pack, missing)
+                else:
+                    self.tell({"kind": "had", "pack": pack.name, "lanes": len(pack.lanes)})
+
+    def _missing(self, pack: Pack) -> list[Lane]:
+        return [lane for lane in pack.lanes if not self._done(self.store.record(lane))]
+
+    def _done(self, record: Record | None) -> bool:
+        return (
+            record is not None
+            and record.status == "done"
+            and record.settings == self.settings
+            and record.epochs >= self.sweep.epochs
+        )
+
+    def _run_pack(self, pack: Pack, missing: Iterable[Lane]) -> None:
+        self.tell({"kind": "start", "pack": pack.name, "lanes": len(pack.lanes)})
+        began = time.perf_counter()
+        try:
+            program = PROGRAMS[self.sweep.program](self.sweep, pack, self.data, self.device)
+            self._resume(program)
+            first = program.epoch
+            self._train(program)
+        except (Interrupted, OSError):
+            raise
+        except Exception as error:
+            self.fail(pack, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
+            return
+        self._save(program)
+        records = _records(program, self.settings, self.environment)
+        for lane, record in zip(pack.lanes, records, strict=True):
+            if lane in missing:
+                self.store.write_record(record)
+                self.tell({"kind": "record", "lane": lane.name, "status": record.status})
+        self.store.finish(pack)
+        self.store.log(
+            {
+                "pack": pack.name,
+                "lanes": len(pack.lanes),
+                "epochs": [first, program.epoch],
+                "seconds": round(time.perf_counter() - began, 3),
+                "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                **self.environment,
+            }
+        )
+
+    def fail(self, pack: Pack, reason: str) -> None:
+        """Record that the lanes of a pack did not get through, and why."""
+        for lane in self._missing(pack):
+            before = self.store.record(lane)
+            if before is not None and before.status == "done":
+                continue  # fewer epochs than asked for, but true
+            self.store.write_record(
+                Record(lane, "failed", reason, None, {}, self.settings, self.environment)
+            )
+            self.tell({"kind": "record", "lane": lane.name, "status": "failed", "reason": reason})
+
+    def _resume(self, program: Program) -> None:
+        saved = self.store.load(program.pack)
+        if saved is None:
+            return
+        if saved["settings"] != self.settings or saved["lanes"] != _names(program.pack):
+            self.store.warn(f"The checkpoint of {program.pack.name} is of other lanes: not used.")
+            return
+        program.load(saved["state"])
+        self._told(program)
+
+    def _train(self, program: Program) -> None:
+        saved, steps = time.monotonic(), 1
+        while program.epoch < self.sweep.epochs:
+            if self.stop():
+                self._save(program)
+                raise Interrupted
+            began = time.monotonic()
+            program.advance(steps)
+            took = max(time.monotonic() - began, 1e-6)
+            steps = max(1, min(2 * steps, int(steps * CHUNK_SECONDS / took)))
+            self._told(program)
+            if time.monotonic() - saved >= self.save_every:
+                self._save(program)
+                saved = time.monotonic()
+
+    def _save(self, program: Program) -> None:
+        names = _names(program.pack)
+        self.store.save(
+            program.pack, {"settings": self.settings, "lanes": names, "state": program.state()}
+        )
+        self.tell({"kind": "saved", "pack": program.pack.name})
+
+    def _told(self, program: Program) -> None:
+        self.tell(
+            {
+                "kind": "progress",
+                "pack": program.pack.name,
+                "lanes": len(program.pack.lanes),
+                "epochs": program.epoch + program.step / program.steps,
+                "diverged": sum(epoch is not None for epoch in program.diverged),
+            }
+        )
+
+
+def conditions(session: Session) -> dict[str, Any]:
+    """What would change the numbers, the sweep's own settings apart."""
+    return {
+        "precision": session.sweep.precision,
+        "data": session.data.fingerprint,
+        "note": session.note,
+        "wngrad": session.environment["wngrad"],
+        "torch": session.environment["torch"],
+        "device": session.environment["device"],
+    }
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Where and with what a run was made."""
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else _processor()
+    return {
+        "wngrad": wngrad.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "device": name,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _records(
+    program: Program, settings: dict[str, Any], environment: dict[str, Any]
+) -> list[Record]:
+    return [
+        Record(
+            lane,
+            "done",
+            "",
+            program.diverged[k],
+            {name: [_finite(row[k]) for row in rows] for name, rows in program.curves.items()},
+            settings,
+            environment,
+        )
+        for k, lane in enumerate(program.pack.lanes)
+    ]
+
+
+def _finite(value: float) -> float | None:
+    """Eight digits say all that float32 knows, and keep the records small."""
+    return float(f"{value:.8g}") if math.isfinite(value) else None
+
+
+def _names(pack: Pack) -> list[str]:
+    return [lane.name for lane in pack.lanes]
+
+
+def _precision(sweep: Sweep, device: str) -> Any:
+    return (
+        sweep.precision if device.startswith("cuda") or sweep.precision == "float64" else "float32"
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of the source this runs from, with a + if it was changed since.
+
+    Where there is no repository the environment variable WNGRAD_COMMIT may say it.
+    """
+    if said := os.environ.get("WNGRAD_COMMIT"):
+        return said
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()

@@ -1,0 +1,174 @@
+"""What the lab speaks of: a sweep, its lanes, and the record each lane leaves.
+
+A *lane* is one training run: one optimizer, one λ, one seed. A *sweep* is all lanes of an
+experiment. A *pack* is the set of lanes that one program trains together: all settings of the
+pack with each of its seeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from wngrad.lab.claims import Claim
+
+Metric = Literal["train_loss", "test_loss", "test_accuracy"]
+METRICS: tuple[Metric, ...] = ("train_loss", "test_loss", "test_accuracy")
+Precision = Literal["float32", "tf32", "bfloat16", "float64"]
+Kind = Literal["stacked", "branches", "lone"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """An optimizer and its λ: what a lane is, its seed apart."""
+
+    optimizer: str
+    lam: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One training run."""
+
+    optimizer: str
+    lam: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """A short file name, readable and unique."""
+        exact = hashlib.sha256(repr((self.optimizer, self.lam, self.seed)).encode()).hexdigest()
+        words = re.sub(r"[^A-Za-z0-9-]+", "-", self.optimizer)[-40:]
+        return f"{words}-{self.lam:.4g}-seed{self.seed}-{exact[:10]}"
+
+    def __str__(self) -> str:
+        return f"{self.optimizer}, λ = {self.lam:.4g}, seed {self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Lanes that train as one program: every setting with every seed."""
+
+    name: str
+    settings: tuple[Setting, ...]
+    seeds: tuple[int, ...]
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """Seeds outermost: the order of every array that has one entry per lane."""
+        return [Lane(s.optimizer, s.lam, seed) for seed in self.seeds for s in self.settings]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """An experiment as data: what to train, over which λ, and what the paper says of it."""
+
+    name: str
+    claim: str  # in one sentence
+    dataset: str  # "digits", "mnist", "cifar10", or "module:function" that returns a Data
+    model: str  # "mlp", "cnn", "resnet18", or "module:function" of (shape, classes)
+    optimizers: tuple[str, ...]  # names of `wngrad.lab.update.RULES`, or "module:Class"
+    lam: tuple[float, ...]
+    epochs: int
+    seeds: tuple[int, ...]
+    batch: int = 100
+    weight_decay: float = 0.0
+    program: Kind = "stacked"
+    lanes_per_pack: int | None = None  # None: all lanes in one program
+    precision: Precision = "float32"  # on CUDA; elsewhere float32, unless this is float64
+    # What a report shows: two metrics, at the last epoch over λ and over the epochs at some λ.
+    metrics: tuple[Metric, Metric] = ("train_loss", "test_accuracy")
+    curves_at: tuple[float, ...] = ()  # empty: each optimizer at its own best λ
+    claims: tuple[Claim, ...] = ()
+    cost: str = ""  # measured, with the machine
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        return tuple(Setting(name, lam) for name in self.optimizers for lam in self.lam)
+
+    @property
+    def lanes(self) -> list[Lane]:
+        return [Lane(s.optimizer, s.lam, seed) for seed in self.seeds for s in self.settings]
+
+    @property
+    def most_lanes(self) -> int | None:
+        """How many lanes a pack may have: alone, an optimizer can fail without taking others."""
+        return 1 if self.program == "lone" else self.lanes_per_pack
+
+    def identity(self) -> dict[str, Any]:
+        """What must not change under records that are already there (epochs and seeds may grow)."""
+        return {
+            "name": self.name,
+            "dataset": self.dataset,
+            "model": self.model,
+            "optimizers": list(self.optimizers),
+            "lam": list(self.lam),
+            "batch": self.batch,
+            "weight_decay": self.weight_decay,
+            "program": self.program,
+        }
+
+    def scaled(self, *, epochs: int | None = None, seeds: int | None = None) -> Sweep:
+        """The same sweep with fewer or more epochs and seeds."""
+        return replace(
+            self,
+            epochs=self.epochs if epochs is None else epochs,
+            seeds=self.seeds if seeds is None else tuple(range(seeds)),
+        )
+
+
+def packs(
+    settings: Sequence[Setting], seeds: Sequence[int], most: int | None, first: int = 1
+) -> list[Pack]:
+    """Cut settings × seeds into packs of at most `most` lanes, named from number `first` on."""
+    if not settings or not seeds:
+        return []
+    whole = most is None or len(settings) * len(seeds) <= most
+    per_pack = len(seeds) if whole else 1
+    width = len(settings) if most is None else min(most, len(settings))
+    cut = [
+        (tuple(settings[k : k + width]), tuple(seeds[s : s + per_pack]))
+        for s in range(0, len(seeds), per_pack)
+        for k in range(0, len(settings), width)
+    ]
+    return [Pack(f"pack-{first + i:04d}", *both) for i, both in enumerate(cut)]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one lane leaves: all that is needed to report it, and to do it again."""
+
+    lane: Lane
+    status: Literal["done", "failed"]
+    reason: str  # why it failed; empty if it did not
+    diverged_at: int | None  # the first epoch (from 1) whose training loss was not finite
+    curves: dict[str, list[float | None]]  # one value per epoch; None where it was not finite
+    settings: dict[str, Any] = field(default_factory=dict)  # Sweep.identity(), precision, data
+    environment: dict[str, Any] = field(default_factory=dict)  # versions, commit, device
+
+    @property
+    def epochs(self) -> int:
+        return len(self.curves.get("train_loss", ()))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.lane.optimizer,
+            "lam": self.lane.lam,
+            "seed": self.lane.seed,
+            "status": self.status,
+            "reason": self.reason,
+            "diverged_at": self.diverged_at,
+            "curves": self.curves,
+            "settings": self.settings,
+            "environment": self.environment,
+        }
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Record:
+        lane = Lane(found["optimizer"], found["lam"], found["seed"])
+        names = ("status", "reason", "diverged_at", "curves", "settings", "environment")
+        return cls(lane, **{name: found[name] for name in names})

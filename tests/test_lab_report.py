@@ -1,0 +1,373 @@
+"""From records to a report: means and spreads, claims, pictures, and what must be said aloud."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wngrad.lab import claims, figures, page, report
+from wngrad.lab.cells import Cell
+from wngrad.lab.recipes import RECIPES, command
+from wngrad.lab.results import Results
+from wngrad.lab.spec import Lane, Record, Sweep
+
+AHEAD = claims.Ahead("WNGrad is ahead.", "test_loss", winner="wngrad", loser="sgd", lam=1.0)
+SMALL = Sweep(
+    name="small",
+    claim="WNGrad is flat where SGD is not.",
+    dataset="digits",
+    model="mlp",
+    optimizers=("sgd", "wngrad"),
+    lam=(0.01, 0.1, 1.0, 10.0),
+    epochs=3,
+    seeds=(0, 1, 2),
+    claims=(AHEAD,),
+)
+ENVIRONMENT = {"wngrad": "0.1.0", "commit": "abc", "device": "a <fast> one"}
+LOSSES = {"sgd": 0.5, "wngrad": 0.2}
+
+
+def spread(lane: Lane) -> float:
+    """A loss for each optimizer, ± 0.01 over three seeds."""
+    return LOSSES.get(lane.optimizer, 0.3) + 0.01 * (lane.seed - 1)
+
+
+def records(
+    sweep: Sweep = SMALL,
+    final: Callable[[Lane], float | None] = spread,
+    note: str = "",
+    epochs: int | None = None,
+) -> list[Record]:
+    return [record(lane, final(lane), epochs or sweep.epochs, note) for lane in sweep.lanes]
+
+
+def record(lane: Lane, final: float | None, epochs: int = 3, note: str = "") -> Record:
+    """A loss that falls to `final`, also the error rate; None: it diverges at the last epoch."""
+    fall: list[float | None] = [1.0 + k for k in range(epochs - 1, 0, -1)]
+    accuracy = [0.1] * (epochs - 1) + [0.098 if final is None else max(0.0, 1 - final)]
+    curves = {"train_loss": [*fall, final], "test_loss": [*fall, final], "test_accuracy": accuracy}
+    made = {"precision": "float32", "data": "5eed", "note": note}
+    return Record(lane, "done", "", epochs if final is None else None, curves, made, ENVIRONMENT)
+
+
+def failed(lane: Lane, reason: str = "out of memory") -> Record:
+    return Record(lane, "failed", reason, None, {}, {}, ENVIRONMENT)
+
+
+def test_mean_and_spread_are_those_of_the_hand():
+    cell = Cell.of("test_loss", [1.0, 2.0, 6.0])
+    assert (cell.mean, cell.n) == (pytest.approx(3.0), 3)
+    assert cell.sd == pytest.approx(math.sqrt(7.0))  # (4 + 1 + 9) / 2
+    assert str(cell) == "3.00 ± 2.6 (n = 3)"
+
+
+def test_the_spread_of_one_seed_is_a_dash():
+    assert str(Cell.of("test_loss", [0.25])) == "0.250 ± – (n = 1)"
+    assert str(Cell.of("test_accuracy", [0.25])) == "25.00 ± – % (n = 1)"
+
+
+def test_a_mean_says_how_many_seeds_diverged():
+    cell = Cell.of("test_loss", [1.0, math.nan, 3.0])
+    assert str(cell) == "2.00 ± 1.4 (n = 2; 1 of 3 diverged)"
+    assert str(Cell.of("test_loss", [math.nan] * 2)) == "diverged (2 of 2)"
+    assert cell.cost == math.inf
+
+
+def test_huge_losses_neither_overflow_nor_raise():
+    cell = Cell.of("train_loss", [1.7e308, 1.7e308])
+    assert cell.mean == pytest.approx(1.7e308)
+
+
+def test_a_network_of_nan_has_no_accuracy_though_it_guesses():
+    results = Results(SMALL, records(final=lambda lane: None))
+    assert results.cell("sgd", 1.0, "test_accuracy").mean is None
+    assert results.cell("sgd", 1.0, "test_accuracy", epoch=2).mean == pytest.approx(0.1)
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=12, max_size=12))
+def test_a_lambda_with_a_diverged_lane_is_never_best(finals):
+    lanes = [lane for lane in SMALL.lanes if lane.optimizer == "sgd"]
+    ended = dict(zip(lanes, finals, strict=True))
+    best = Results(SMALL, [record(lane, ended[lane]) for lane in lanes]).best("sgd")
+    sound = [x for x in SMALL.lam if all(ended[Lane("sgd", x, s)] is not None for s in SMALL.seeds)]
+    assert best.lam in sound if sound else best is None
+
+
+def test_numbers_are_taken_at_the_last_epoch_that_every_lane_reached():
+    young = [record(lane, 0.3, epochs=2) for lane in SMALL.lanes[:1]]
+    results = Results(SMALL, [*young, *records()[1:]])
+    assert results.epochs == 2
+    assert results.cell("wngrad", 1.0, "train_loss").mean == pytest.approx(2.0)
+    assert "at epoch 2, the last that every lane reached; the sweep asks for 3" in " ".join(
+        results.left_out()
+    )
+
+
+def test_a_later_record_of_a_lane_replaces_the_earlier():
+    lane = SMALL.lanes[0]
+    results = Results(SMALL, [failed(lane), record(lane, 0.3)])
+    assert (len(results.done), results.failed) == (1, [])
+
+
+def test_missing_failed_and_foreign_lanes_are_said():
+    first, second = SMALL.lanes[:2]
+    said = " ".join(
+        Results(SMALL, [record(first, 0.3), failed(second), failed(Lane("x", 1, 0))]).left_out()
+    )
+    assert "22 of 24 lanes have not been run: sgd, λ = 1, seed 0" in said
+    assert "; and 16 more" in said
+    assert "1 of 24 lanes failed: sgd, λ = 0.1, seed 0 (out of memory)" in said
+    assert "1 records are of lanes that this sweep does not have" in said
+
+
+def test_the_papers_rounded_lambdas_are_found_in_the_grid():
+    results = Results(RECIPES["figure-1"], records(RECIPES["figure-1"]))
+    assert results.nearest(0.056) == 10**-1.25
+    assert results.nearest(17.8) == 10**1.25
+    with pytest.raises(ValueError, match=r"report: `lam` must be a λ of .* got 0\.3; the nearest"):
+        results.nearest(0.3)
+
+
+# Claims, each against hand-made losses (the test accuracy is one minus the loss).
+
+TRAINS = claims.Trains("", "wngrad", "sgd", up_to=10.0)
+OVER = claims.AheadOver("", "test_accuracy", "wngrad", "sgd", lo=0.1, hi=10)
+LEVEL = claims.Level("", "test_loss", "wngrad", "sgd", below=1.0, within=0.05)
+BEST = claims.BestAt("", "sgd", 0.1)
+WAY = claims.AlongTheWay("", "test_loss", "wngrad", "sgd", share=0.3)
+ROBUST = claims.MoreRobust("", "wngrad", "sgd", within=0.05)
+STILL = claims.Generalizes("", "sgd", 10.0, within=0.1)
+FLAT = claims.Flat("", "test_loss", "wngrad")
+
+
+def steep(lane: Lane) -> float | None:
+    """SGD is best at 0.1, poor above, and diverges at 10; WNGrad is flat."""
+    sgd = {0.01: 0.6, 0.1: 0.2, 1.0: 2.4, 10.0: None}
+    base = sgd[lane.lam] if lane.optimizer == "sgd" else 0.21
+    return None if base is None else base + 0.002 * lane.seed
+
+
+def alike(lane: Lane) -> float:
+    return 0.3 + 0.002 * lane.seed
+
+
+CASES = [
+    (AHEAD, spread, True, "WNGrad 0.200 ± 0.01 (n = 3), SGD 0.500 ± 0.01 (n = 3)"),
+    (AHEAD, lambda lane: 0.7 - spread(lane), False, "WNGrad 0.500"),
+    (AHEAD, lambda lane: 0.3 + 0.1 * lane.seed + 0.01 * (lane.optimizer == "sgd"), True, "noise"),
+    (replace(AHEAD, lam=10.0), steep, True, "SGD diverged (3 of 3)"),
+    (AHEAD, lambda lane: None, False, "diverged (3 of 3)"),
+    (AHEAD, lambda lane: None if lane.seed == 1 else spread(lane), False, "1 of 3 diverged"),
+    (OVER, spread, True, "ahead at 3 of 3 λ; narrowest at λ = 0.1: ahead by 30.00 ± 0.82 %"),
+    (OVER, steep, False, "ahead at 2 of 3 λ, not at λ = 0.1"),
+    (LEVEL, alike, True, "level at 2 of 2 λ"),
+    (LEVEL, spread, False, "level at 0 of 2 λ; widest at λ = 0.01: WNGrad is ahead by 0.300"),
+    (BEST, steep, True, "best at λ = 0.1: test accuracy 79.80 ± 0.20 % (n = 3)"),
+    (BEST, alike, False, "best at λ = 0.01: test accuracy 69.80 ± 0.20 % (n = 3); at 0.1: 69.80"),
+    (WAY, spread, True, "ahead in 1 of 3 epochs; at the end ahead by 0.300"),
+    (replace(WAY, share=0.9), spread, False, "ahead in 1 of 3 epochs"),
+    (TRAINS, steep, True, "SGD trains at 2 of 4 λ, not at λ = 1, 10; worst diverged (3 of 3)"),
+    (TRAINS, spread, False, "SGD trains at 4 of 4 λ"),
+    (ROBUST, steep, True, "WNGrad at 4 of 4 λ (0.01 to 10), SGD at 1 of 4 λ (0.1 to 0.1)"),
+    (ROBUST, alike, False, "SGD at 4 of 4 λ"),
+    (STILL, alike, True, "69.80 ± 0.20 % (n = 3); the best is"),
+    (STILL, steep, False, "diverged (3 of 3); the best is 79.80"),
+    (FLAT, steep, True, "lowest 0.212 ± 0.002 (n = 3), highest 0.212"),
+    (FLAT, lambda lane: 0.1 + 0.1 * lane.lam, False, "highest 1.10"),
+]
+
+
+@pytest.mark.parametrize(("claim", "final", "holds", "said"), CASES)
+def test_a_claim_is_judged_by_its_rule(claim, final, holds, said):
+    found = claim.measure(Results(SMALL, records(final=final)))
+    assert found.holds is holds, found.measured
+    assert said in found.measured
+    assert found.n >= 3
+    assert found.rule
+
+
+@pytest.mark.parametrize("claim", dict.fromkeys(case[0] for case in CASES))
+def test_a_claim_whose_lanes_are_missing_is_not_judged(claim):
+    found = claim.measure(Results(SMALL, [record(Lane("adam", 1.0, 0), 0.1), *records()[:1]]))
+    assert (found.holds, found.n, found.verdict) == (None, 0, "cannot be judged")
+    assert found.measured.startswith("no run of ")
+
+
+def test_a_claim_about_bests_is_not_judged_where_everything_diverged():
+    results = Results(SMALL, records(final=lambda lane: None))
+    assert "has no λ at which no seed diverged" in WAY.measure(results).measured
+    assert ROBUST.measure(results).holds is None
+
+
+def test_one_diverged_seed_loses_against_none():
+    finals = {"sgd": 0.9, "wngrad": 0.1}
+    lost = records(
+        final=lambda lane: None if lane == Lane("wngrad", 1.0, 2) else finals[lane.optimizer]
+    )
+    found = AHEAD.measure(Results(SMALL, lost))
+    assert found.holds is False
+    assert "1 of 3 diverged" in found.measured
+
+
+# Recipes.
+
+
+def test_the_recipes_have_the_sizes_of_the_paper():
+    sizes = {name: (len(s.lanes), s.epochs) for name, s in RECIPES.items()}
+    assert sizes == {
+        "figure-1": (200, 30),
+        "figure-2": (110, 90),
+        "figure-3": (280, 60),
+        "digits": (273, 15),
+    }
+
+
+@pytest.mark.parametrize("sweep", RECIPES.values(), ids=RECIPES)
+def test_every_claim_of_a_recipe_can_be_judged_and_named(sweep):
+    small = replace(sweep, seeds=(0, 1))
+    results = Results(small, records(small, epochs=2))
+    found = [claim.measure(results) for claim in sweep.claims]
+    assert found
+    assert all(finding.holds is not None for finding in found)
+    assert {finding.source for finding in found} == {"ours" if sweep.name == "digits" else "paper"}
+
+
+def test_the_command_names_what_differs_from_the_recipe():
+    sweep = RECIPES["figure-1"]
+    assert command(sweep) == "figure-1"
+    assert command(sweep.scaled(epochs=3, seeds=2)) == "figure-1 --epochs 3 --seeds 2"
+
+
+# The report.
+
+
+def test_a_report_is_a_page_two_pictures_and_a_summary(tmp_path):
+    paths = report.write(SMALL, records(), tmp_path / "new", notes=["A JPEG copy."])
+    assert [path.name for path in paths] == [
+        "report.html",
+        "figure.png",
+        "figure.svg",
+        "summary.md",
+    ]
+    text = paths[3].read_text()
+    holds = (
+        "| WNGrad is ahead. | paper | WNGrad 0.200 ± 0.01 (n = 3), SGD 0.500 ± 0.01 (n = 3) | 6 |"
+    )
+    assert holds in text
+    assert "| WNGrad | 0.01 | 80.00 ± 1.00 % (n = 3) | 0 of 12 | 4 of 4 |" in text
+    assert "- A JPEG copy." in text
+    assert "wngrad run small" in text
+
+
+def test_the_order_of_the_records_changes_nothing():
+    forth, back = Results(SMALL, records()), Results(SMALL, records()[::-1])
+    found = [AHEAD.measure(results) for results in (forth, back)]
+    assert report.markdown(forth, found[:1]) == report.markdown(back, found[1:])
+    assert page.render(forth, found[:1], []) == page.render(back, found[1:], [])
+
+
+SUBSETS = {
+    "one record": records()[:1],
+    "one that failed": [failed(SMALL.lanes[0])],
+    "all diverged": records(final=lambda lane: None),
+    "diverged at once": [record(lane, None, epochs=1) for lane in SMALL.lanes],
+    "no curves": [replace(record(SMALL.lanes[0], 0.3), curves={})],
+    "huge": records(final=lambda lane: 1e300 * (lane.seed + 1)),
+    "zero": records(final=lambda lane: 0.0),
+}
+
+
+@pytest.mark.parametrize("found", SUBSETS.values(), ids=SUBSETS)
+def test_a_report_is_written_from_whatever_is_there(found, tmp_path):
+    sweep = replace(SMALL, claims=(AHEAD, TRAINS, WAY, ROBUST), curves_at=(0.1, 1.0))
+    assert all(path.stat().st_size for path in report.write(sweep, found, tmp_path))
+
+
+STATES = st.sampled_from(("none", "failed", "lost", "short", "done"))
+
+
+@settings(max_examples=60)
+@given(st.lists(STATES, min_size=24, max_size=24).filter(lambda s: set(s) != {"none"}), st.data())
+def test_no_subset_of_records_makes_a_report_raise(states, draw):
+    made = {
+        "failed": failed,
+        "lost": lambda lane: record(lane, None, draw.draw(st.integers(1, 3))),
+        "short": lambda lane: record(lane, 0.4, 1),
+        "done": lambda lane: record(lane, draw.draw(st.floats(0, 1e300))),
+    }
+    pairs = zip(SMALL.lanes, states, strict=True)
+    results = Results(SMALL, [made[state](lane) for lane, state in pairs if state in made])
+    every = [claim.measure(results) for claim in (*SMALL.claims, *(case[0] for case in CASES))]
+    assert "## Claims" in report.markdown(results, every)
+    assert "{{" not in page.render(results, every, []).partition('<script type="application')[0]
+
+
+@pytest.mark.parametrize("found", [[], [failed(Lane("other", 1.0, 0))]])
+def test_no_record_of_the_sweep_is_the_callers_mistake(found, tmp_path):
+    with pytest.raises(ValueError, match="report: `records` must hold a lane of the sweep 'small'"):
+        report.write(SMALL, found, tmp_path)
+
+
+def test_cells_of_a_markdown_table_escape_what_would_break_it():
+    found = failed(SMALL.lanes[0], "a | b\n<b>")
+    claim = replace(AHEAD, text="one | two")
+    results = Results(replace(SMALL, claims=(claim,)), [found])
+    text = report.markdown(results, [claim.measure(results)])
+    assert r"| one \| two | paper |" in text
+    assert "(a | b &lt;b>)" in text
+
+
+def test_text_of_a_record_cannot_leave_its_place_in_the_page():
+    evil = "</script><script>alert(1)</script>{{plotly}}"
+    results = Results(SMALL, records(note=evil))
+    text = page.render(results, [], ["<img src=x>"])
+    assert evil not in text
+    assert "&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt;{{plotly}}" in text
+    assert "<img" not in text.partition("<script")[0]
+    assert page.embedded({"a": evil}).count("<") == 0
+
+
+def test_optimizers_keep_their_looks_and_strangers_get_one():
+    every = figures.looks(("sgd", "my.module:Fast", "wngrad", "my.module:Slow"))
+    assert every["sgd"] == figures.LOOKS["sgd"]
+    assert len({look.color for look in every.values()}) == 4
+    assert {look.symbol for look in (*figures.LOOKS.values(), *figures.SPARE)} == set(page.GLYPHS)
+
+
+def marks(final: Callable[[Lane], float | None], marker: str) -> list[int]:
+    """How many points each panel marks so, on its edge or in itself."""
+    fig = figures.draw(Results(SMALL, records(final=final)))
+    lines = [[line for line in ax.lines if line.get_marker() == marker] for ax in fig.get_axes()]
+    return [sum(len(line.get_xdata()) for line in panel) for panel in lines]
+
+
+def test_a_figure_marks_lanes_that_diverged():
+    assert marks(spread, "x") == [0, 0, 0, 0]
+    assert marks(steep, "x") == [1, 1, 0, 0]  # λ = 10, in both panels over λ
+    assert marks(lambda lane: None if lane.seed == 2 else 0.1, "x") == [8, 8, 0, 0]
+
+
+def test_a_figure_marks_losses_above_its_ceiling_on_the_edge():
+    def high(lane: Lane) -> float:
+        return 1e5 if lane == Lane("sgd", 10.0, 0) else 0.5
+
+    drawn = figures.draw(Results(SMALL, records(final=high))).get_axes()[0]
+    edge = [line for line in drawn.lines if line.get_markerfacecolor() == "white"]
+    assert [x for line in edge for x in line.get_xdata()] == [10.0]
+    assert drawn.get_ylim()[1] < 20
+
+
+def test_importing_the_report_loads_neither_torch_nor_matplotlib():
+    code = (
+        "import sys; from wngrad.lab import report; print('torch' in sys.modules, "
+        "'matplotlib' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
