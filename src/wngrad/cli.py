@@ -95,6 +95,99 @@ def study(
         print(f"Wrote {path}.")
 
 
+@app.command("list")
+def list_() -> None:
+    """The recipes: what each claims and what it costs."""
+    from wngrad.lab.recipes import RECIPES
+
+    table = Table()
+    for column in ("recipe", "what it claims", "data, network", "runs", "cost"):
+        table.add_column(column, justify="right" if column == "runs" else "left")
+    for sweep in RECIPES.values():
+        runs = f"{len(sweep.lanes)} × {sweep.epochs} epochs"
+        table.add_row(sweep.name, sweep.claim, f"{sweep.dataset}, {sweep.model}", runs, sweep.cost)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="See `wngrad list`; or module:sweep.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="A folder with the data (or set WNGRAD_DATA); else it is downloaded."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    epochs: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder; out/RECIPE if not given.")] = None,
+    lanes: Annotated[
+        int | None, typer.Option(min=1, help="At most so many at once, if memory is short.")
+    ] = None,
+    note: Annotated[str, typer.Option(help="What a reader of the report must know.")] = "",
+    patience: Annotated[
+        float | None, typer.Option(min=0, help="Seconds of silence after which a run has hung.")
+    ] = None,
+    save_every: Annotated[float, typer.Option(min=0, help="Seconds between checkpoints.")] = 30.0,
+) -> None:
+    """Train every lane of a recipe. What is done is left alone; what was interrupted goes on."""
+    from wngrad.lab import recipes
+    from wngrad.lab.progress import Watch
+    from wngrad.lab.supervisor import Job, supervise
+
+    try:
+        sweep = recipes.find(recipe).scaled(epochs=epochs, seeds=seeds)
+    except ValueError as error:
+        _fail(str(error))
+    if lanes is not None:
+        sweep = replace(sweep, lanes_per_pack=lanes)
+    folder = out or Path("out") / sweep.name
+    _make(folder)
+    job = Job(sweep, folder, data, device, note, save_every)
+    with Watch(sweep.name) as watch:
+        outcome = supervise(job, watch, patience)
+    again = " ".join(["wngrad", *sys.argv[1:]])
+    if outcome.status in (130, 143):
+        print(f"Stopped; everything so far is saved in {folder}. Go on with: {again}")
+    elif outcome.text:
+        _fail(outcome.text)
+    else:
+        print(f"{watch.text()}. Records are in {folder}; next: wngrad report {recipe}")
+        for lane in outcome.failed:
+            print(f"Failed: {lane}")
+    raise typer.Exit(outcome.status)
+
+
+@app.command()
+def report(
+    recipe: Annotated[str, typer.Argument(help="See `wngrad list`; or module:sweep.")],
+    records: Annotated[
+        Path | None, typer.Option(help="The folder of a run, or a .jsonl file of records.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder; out/RECIPE if not given.")] = None,
+) -> None:
+    """Write the page, the figure and the summary of a sweep from its records. Never trains."""
+    from wngrad.lab import recipes
+    from wngrad.lab import report as report_
+    from wngrad.lab.files import Damaged
+    from wngrad.lab.store import Store, exported
+
+    try:
+        sweep = recipes.find(recipe)
+        folder = out or Path("out") / sweep.name
+        source = records or folder
+        _make(folder)
+        if source.is_dir():
+            store = Store(source, warn=lambda text: print(f"wngrad: {text}", file=sys.stderr))
+            found = store.records()
+            store.export(folder / "records.jsonl")
+        else:
+            found = exported(source)
+        for path in report_.write(sweep, found, folder):
+            print(f"Wrote {path}.")
+    except (ValueError, Damaged, OSError) as error:
+        _fail(str(error))
+
+
 def main() -> None:
     app()
 

@@ -110,7 +110,7 @@ def load(name: str, folder: Path | None = None, *, progress: bool = True) -> Dat
 
 
 def _own(name: str) -> Data:
-    found = imported(name, "dataset", ", ".join(("digits", *SOURCES)))()
+    found = imported(name, "dataset", ("digits", *SOURCES))()
     if not isinstance(found, Data):
         raise DataError(f"lab: `dataset` {name!r} must return a Data, got {found!r}.")
     return found

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,20 +89,20 @@ def build(name: str, shape: tuple[int, ...], classes: int, seed: int) -> nn.Modu
     factory = MODELS.get(name) or imported(name, "model", MODELS)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: nn.Module = factory(shape, classes)
-    return model
+        return factory(shape, classes)
 
 
-def imported(name: str, argument: str, known: object) -> Callable[..., object]:
+def imported(name: str, argument: str, known: Iterable[str]) -> Callable[..., Any]:
     """What "module:function" names, or an error that says what would do."""
-    names = ", ".join(known) if isinstance(known, dict) else str(known)
+    names = ", ".join(known)
     module, _, attribute = name.partition(":")
     if not attribute:
         raise ValueError(f"lab: `{argument}` must be one of {names} or module:name, got {name!r}.")
     try:
         found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"lab: `{argument}` {name!r} cannot be imported: {error}.") from error
     if not callable(found):
         raise ValueError(f"lab: `{argument}` {name!r} must be callable, got {found!r}.")
-    return found
+    callable_: Callable[..., Any] = found
+    return callable_

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from wngrad.lab.claims import (
     Ahead,
     AheadOver,
@@ -215,3 +217,19 @@ def command(sweep: Sweep) -> str:
     epochs = f" --epochs {sweep.epochs}" if sweep.epochs != recipe.epochs else ""
     seeds = f" --seeds {len(sweep.seeds)}" if sweep.seeds != recipe.seeds else ""
     return f"{sweep.name}{epochs}{seeds}"
+
+
+def find(name: str) -> Sweep:
+    """The recipe called `name`, or the Sweep that "module:attribute" names."""
+    if name in RECIPES:
+        return RECIPES[name]
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(import_module(module), attribute) if attribute else None
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"lab: `recipe` {name!r} cannot be imported: {error}.") from error
+    if not isinstance(found, Sweep):
+        raise ValueError(
+            f"lab: `recipe` must be one of {', '.join(RECIPES)} or module:sweep, got {name!r}."
+        )
+    return found

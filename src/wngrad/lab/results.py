@@ -112,7 +112,7 @@ class Results:
         found: dict[str, list[str]] = {}
         for record in (*self.done.values(), *self.failed):
             kept = {k: record.settings[k] for k in ("precision", "data") if k in record.settings}
-            for key, value in {**record.environment, **kept}.items():
+            for key, value in (record.environment | kept).items():
                 _add(found.setdefault(key, []), value)
         return {key: "; ".join(values) for key, values in found.items()}
 

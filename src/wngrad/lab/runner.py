@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Session:
         save_every: seconds between checkpoints.
         tell: called with an event (a dict with a `kind`) after everything that happens.
         stop: asked between any two steps whether to save and leave.
-        leave_out: names of packs not to touch, as they have just failed.
+        failed: packs not to try, as they have just taken a process with them, and how.
     """
 
     sweep: Sweep
@@ -47,7 +47,7 @@ class Session:
     save_every: float = 30.0
     tell: Callable[[Event], None] = lambda event: None
     stop: Callable[[], bool] = lambda: False
-    leave_out: frozenset[str] = frozenset()
+    failed: Mapping[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(init=False)
     environment: dict[str, Any] = field(init=False)
 
@@ -67,11 +67,13 @@ class Session:
         packs = self.store.open(self.sweep, conditions(self))
         self.tell({"kind": "plan", "lanes": len(self.sweep.lanes), "epochs": self.sweep.epochs})
         for pack in packs:
-            if pack.name in self.leave_out:
-                continue
+            if self.stop():
+                raise Interrupted
             with self.store.claim(pack) as mine:
                 if not mine:
-                    self.tell({"kind": "busy", "pack": pack.name})
+                    self.tell({"kind": "busy", "pack": pack.name, "lanes": len(pack.lanes)})
+                elif pack.name in self.failed:
+                    self.fail(pack, self.failed[pack.name])
                 elif missing := self._missing(pack):
                     self._run_pack(pack, missing)
                 else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -119,6 +119,17 @@ class Sweep:
             epochs=self.epochs if epochs is None else epochs,
             seeds=self.seeds if seeds is None else tuple(range(seeds)),
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """The sweep as plain data, its claims apart: they are for reports."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "claims"}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Sweep:
+        plain: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in found.items()
+        }
+        return cls(**plain)
 
 
 def packs(

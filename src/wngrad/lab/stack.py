@@ -49,8 +49,8 @@ class Stack:
             weights: the model's parameters in order, each (seeds, settings, *shape).
             x: one batch for each seed, (seeds, batch, *shape).
         """
-        h, left = x.transpose(1, 2) if x.ndim > 3 else x.mT, list(weights)
-        h = self.between[0](h, None)
+        left = list(weights)
+        h: Tensor = self.between[0](x.transpose(1, 2) if x.ndim > 3 else x.mT, None)
         for layer, after in zip(self.products, self.between[1:], strict=True):
             w = left.pop(0)
             y = _linear(w, h) if isinstance(layer, nn.Linear) else self._conv(layer, w, h)

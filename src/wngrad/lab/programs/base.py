@@ -68,9 +68,10 @@ class Program(ABC):
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a `state`."""
-        self.epoch, self.step, self.curves = state["epoch"], state["step"], state["curves"]
-        self.total.copy_(state["total"])
         self._load_lanes(state["lanes"])
+        self.total.copy_(state["total"])
+        self.epoch, self.step = state["epoch"], state["step"]
+        self.curves = {name: list(rows) for name, rows in state["curves"].items()}
         self._shuffle()
 
     @property
@@ -99,7 +100,7 @@ class Program(ABC):
 
     def test_chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The test set, a part at a time."""
-        return zip(self.test_x.split(TEST_CHUNK), self.test_y.split(TEST_CHUNK), strict=True)
+        return zip(*(torch.split(t, TEST_CHUNK) for t in (self.test_x, self.test_y)), strict=True)
 
     @abstractmethod
     def _train(self, steps: int) -> None: ...
@@ -148,7 +149,7 @@ class Fused(Program):
     def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """`work` as a CUDA graph; what its warm-up changed is put back."""
         before = _cloned(self.state())
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with _capturing(self.sweep.precision), torch.cuda.stream(side):
             for _ in range(3):

@@ -33,7 +33,7 @@ class Branches(Fused):
         self._look = self.compiled(self._tested_loss)
         self._move = self.compiled(move)
         if self.device.type == "cuda":
-            self.streams = [torch.cuda.Stream() for _ in self.lanes]
+            self.streams = [torch.cuda.Stream() for _ in self.lanes]  # type: ignore[no-untyped-call]
 
     def _one_step(self) -> None:
         index = self.order.index_select(1, self.at)
@@ -127,7 +127,7 @@ class _Branch:
         left = dict(zip(dict.fromkeys(self.lengths), tables, strict=True))
         views = []
         for p, length in zip(like, self.lengths, strict=True):
-            mine, left[length] = left[length].split([len(p), len(left[length]) - len(p)])
+            mine, left[length] = left[length][: len(p)], left[length][len(p) :]
             if p.ndim == 4:
                 view = mine.view(len(p), *p.shape[2:], p.shape[1]).permute(0, 3, 1, 2)
             else:

@@ -1,0 +1,157 @@
+"""Run a sweep in a process of its own, so that nothing a run does can take the others along.
+
+A pack whose process is killed, or says nothing for longer than `patience`, is recorded as failed
+with the reason, and the rest goes on in a new process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wngrad.lab.spec import Sweep
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a worker is to run."""
+
+    sweep: Sweep
+    out: Path
+    data: Path | None = None
+    device: str = "auto"
+    note: str = ""
+    save_every: float = 30.0
+
+    def to_json(self, failed: dict[str, str]) -> str:
+        return json.dumps(
+            {
+                "sweep": self.sweep.to_json(),
+                "out": str(self.out),
+                "data": str(self.data) if self.data else None,
+                "device": self.device,
+                "note": self.note,
+                "save_every": self.save_every,
+                "failed": failed,
+            }
+        )
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a sweep ended: an exit status and, if there is something to say, a sentence."""
+
+    status: int
+    text: str = ""
+    failed: list[str] = field(default_factory=list)  # lanes, with reasons
+
+
+def supervise(job: Job, tell: Callable[[Event], None], patience: float | None = None) -> Outcome:
+    """Run the job to its end, in as many processes as it takes."""
+    lost: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    while True:
+        seen = _Seen(tell)
+        status = _run_once(job, lost, seen, patience)
+        failed |= seen.failed
+        if isinstance(status, int) and (seen.ended or status in (130, 143)):
+            said = [f"{lane}: {reason}" for lane, reason in failed.items()]
+            return Outcome(status or int(bool(said)), seen.text, said)
+        if seen.pack is None or seen.pack in lost:
+            return Outcome(1, f"The training process {_how(status)} before it had begun.")
+        lost[seen.pack] = f"its process {_how(status)}"
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What a worker has said so far; passes it on."""
+
+    tell: Callable[[Event], None]
+    pack: str | None = None
+    ended: bool = False
+    text: str = ""
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def __call__(self, event: Event) -> None:
+        self.tell(event)
+        kind = event["kind"]
+        if kind == "start":
+            self.pack = event["pack"]
+        elif kind == "record" and event["status"] == "failed":
+            self.failed[event["lane"]] = event["reason"]
+        elif kind in ("finished", "interrupted", "error"):
+            self.ended, self.text = True, event.get("text", "")
+
+
+def _run_once(
+    job: Job, lost: dict[str, str], tell: Callable[[Event], None], patience: float | None
+) -> int | str:
+    """One worker, from its start to its end: its exit status, or why it was ended."""
+    reading, writing = os.pipe()
+    command = [sys.executable, "-m", "wngrad.lab.worker", str(writing)]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[writing], text=True) as worker,
+        os.fdopen(reading, "rb") as events,
+    ):
+        os.close(writing)
+        with _forwarded(worker):
+            assert worker.stdin is not None
+            worker.stdin.write(job.to_json(lost))
+            worker.stdin.close()
+            for line in _lines(events, patience):
+                if line is None:
+                    worker.kill()
+                    worker.wait()
+                    return f"said nothing for {patience:g} s"
+                tell(json.loads(line))
+            return worker.wait()
+
+
+def _lines(events: Any, patience: float | None) -> Iterator[bytes | None]:
+    """Lines as they come; None if none comes for `patience` seconds."""
+    held = b""
+    while True:
+        ready, _, _ = select.select([events], [], [], patience)
+        if not ready:
+            yield None
+            return
+        found = os.read(events.fileno(), 65536)
+        if not found:
+            return
+        *whole, held = (held + found).split(b"\n")
+        yield from whole
+
+
+@contextmanager
+def _forwarded(worker: subprocess.Popen[str]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM go to the worker, which saves; we wait for it."""
+
+    def forward(number: int, frame: object) -> None:
+        worker.send_signal(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, forward) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _how(status: int | str) -> str:
+    if isinstance(status, str):
+        return status
+    if status == -signal.SIGKILL:
+        return "was killed (SIGKILL: perhaps for want of memory)"
+    return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"

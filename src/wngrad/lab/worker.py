@@ -1,0 +1,73 @@
+"""The process that trains. Its supervisor outlives whatever a run does to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from wngrad.lab.spec import Sweep
+
+
+class _Stop:
+    """Whether to leave, and with which exit status: a signal came, or the supervisor is gone."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self.parent = os.getppid()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.signal = number
+
+    def __call__(self) -> bool:
+        return bool(self.signal) or os.getppid() != self.parent
+
+
+def main(events: int, job: dict[str, Any]) -> int:
+    """Run a job; tell what happens as lines of JSON on the file descriptor `events`."""
+    stop = _Stop()  # first of all: a signal during the imports must not be lost
+
+    def tell(event: dict[str, Any]) -> None:
+        os.write(events, (json.dumps(event, ensure_ascii=False) + "\n").encode())
+
+    import torch
+
+    from wngrad.lab.data import load
+    from wngrad.lab.runner import Interrupted, Session
+    from wngrad.lab.store import Store
+
+    device = job["device"]
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    folder = Path(job["data"]) if job["data"] else None
+    try:
+        sweep = Sweep.from_json(job["sweep"])
+        session = Session(
+            sweep,
+            load(sweep.dataset, folder),
+            Store(Path(job["out"]), warn=lambda text: tell({"kind": "warning", "text": text})),
+            device=device,
+            note=job["note"],
+            save_every=job["save_every"],
+            tell=tell,
+            stop=stop,
+            failed=job["failed"],
+        )
+        session.run()
+    except Interrupted:
+        tell({"kind": "interrupted"})
+        return 128 + (stop.signal or signal.SIGTERM)
+    except (ValueError, OSError, RuntimeError) as error:
+        tell({"kind": "error", "text": " ".join(str(error).split())})
+        return 2
+    tell({"kind": "finished"})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), json.load(sys.stdin)))
