@@ -121,8 +121,8 @@ def test_missing_failed_and_foreign_lanes_are_said():
     said = " ".join(
         Results(SMALL, [record(first, 0.3), failed(second), failed(Lane("x", 1, 0))]).left_out()
     )
-    assert "22 of 24 lanes have not been run: sgd, λ = 1, seed 0" in said
-    assert "; and 16 more" in said
+    assert "22 of 24 lanes have not been run: all of seed 1; all of seed 2; sgd, λ = 1, " in said
+    assert "; and 2 more" in said
     assert "1 of 24 lanes failed: sgd, λ = 0.1, seed 0 (out of memory)" in said
     assert "1 records are of lanes that this sweep does not have" in said
 
@@ -140,7 +140,7 @@ def test_the_papers_rounded_lambdas_are_found_in_the_grid():
 TRAINS = claims.Trains("", "wngrad", "sgd", up_to=10.0)
 OVER = claims.AheadOver("", "test_accuracy", "wngrad", "sgd", lo=0.1, hi=10)
 LEVEL = claims.Level("", "test_loss", "wngrad", "sgd", below=1.0, within=0.05)
-BEST = claims.BestAt("", "sgd", 0.1)
+BEST = claims.BestAt("", "test_accuracy", "sgd", 0.1)
 WAY = claims.AlongTheWay("", "test_loss", "wngrad", "sgd", share=0.3)
 ROBUST = claims.MoreRobust("", "wngrad", "sgd", within=0.05)
 STILL = claims.Generalizes("", "sgd", 10.0, within=0.1)
@@ -261,7 +261,10 @@ def test_a_report_is_a_page_two_pictures_and_a_summary(tmp_path):
         "| WNGrad is ahead. | paper | WNGrad 0.200 ± 0.01 (n = 3), SGD 0.500 ± 0.01 (n = 3) | 6 |"
     )
     assert holds in text
-    assert "| WNGrad | 0.01 | 80.00 ± 1.00 % (n = 3) | 0 of 12 | 4 of 4 |" in text
+    assert (
+        "| WNGrad | 0.01 | 0.200 ± 0.01 (n = 3) | 80.00 ± 1.00 % (n = 3) | 0 of 12 | 4 of 4 |"
+        in text
+    )
     assert "- A JPEG copy." in text
     assert "wngrad run small" in text
 

@@ -138,15 +138,17 @@ class Level(Claim):
 class BestAt(Claim):
     """An optimizer's best λ is this one of the grid."""
 
+    metric: Metric
     optimizer: str
     lam: float
 
     @property
     def rule(self) -> str:
-        return f"of all λ, {label(self.optimizer)}'s best mean at the last epoch is at {self.lam:g}"
+        what = f"{label(self.optimizer)}'s mean {label(self.metric)}"
+        return f"of all λ, {what} at the last epoch is best at {self.lam:g}"
 
     def judge(self, results: Results) -> Verdict:
-        best = _best(results, self.optimizer)
+        best = _best(results, self.optimizer, self.metric)
         named = results.nearest(self.lam)
         there = results.cell(self.optimizer, named, best.cell.metric)
         text = f"best at λ = {lam_text(best.lam)}: {label(best.cell.metric)} {best.cell}"
@@ -306,10 +308,10 @@ def _cell(results: Results, optimizer: str, lam: float, metric: Metric) -> Cell:
     return cell
 
 
-def _best(results: Results, optimizer: str) -> Best:
+def _best(results: Results, optimizer: str, metric: Metric | None = None) -> Best:
     for lam in results.sweep.lam:
         _cell(results, optimizer, lam, results.sweep.metrics[1])
-    best = results.best(optimizer)
+    best = results.best(optimizer, metric)
     if best is None:
         raise UnjudgedError(f"{label(optimizer)} has no λ at which no seed diverged")
     return best

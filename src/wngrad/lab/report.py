@@ -70,21 +70,24 @@ def _claims(findings: Sequence[Finding]) -> list[str]:
 
 
 def _bests(results: Results) -> list[str]:
-    """Each optimizer at its best, by the sweep's second metric."""
-    metric, grid = results.sweep.metrics[1], len(results.sweep.lam)
+    """Each optimizer at its best, and what it reaches there."""
+    metrics, grid = results.sweep.metrics, len(results.sweep.lam)
     rows = []
     for name in results.sweep.optimizers:
         best, lost = results.best(name), results.diverged(name)
         ran = sum(lane.optimizer == name for lane in results.done)
-        found = (lam_text(best.lam), best.cell) if best else ("–", "–")
+        found: list[object] = ["–", *("–" for _ in metrics)]
+        if best:
+            found = [lam_text(best.lam), *(results.cell(name, best.lam, m) for m in metrics)]
         usable = f"{len(results.usable(name))} of {grid}"
         rows.append((label(name), *found, f"{lost} of {ran}", usable))
-    heads = ("optimizer", "best λ", f"{label(metric)} there", "diverged lanes", "usable λ")
+    there = [f"{label(metric)} there" for metric in metrics]
+    heads = ("optimizer", "best λ", *there, "diverged lanes", "usable λ")
     return [
         *_table(heads, rows),
         "",
-        f"The best λ is that of the best mean {label(metric)} at epoch {results.epochs}, among "
-        f"those at which no seed diverged. A λ is usable if its mean test accuracy is within "
+        f"The best λ is that of the best mean {label(results.sweep.best_by)} at epoch "
+        f"{results.epochs}, among those at which no seed diverged. A λ is usable if its mean test accuracy is within "
         f"{100 * USABLE:g} points of the best of all optimizers.",
     ]
 
@@ -92,7 +95,7 @@ def _bests(results: Results) -> list[str]:
 def _made(results: Results, notes: Sequence[str]) -> list[str]:
     facts = [f"{key}: {value}" for key, value in results.provenance().items()]
     what = command(results.sweep)
-    again = ["```sh", f"wngrad run {what}", f"wngrad report {what}", "```"]
+    again = ["```sh", f"wngrad run {what}", f"wngrad report {results.sweep.name}", "```"]
     return [*_list([*facts, *results.notes(), *notes]), "", "To make it again:", "", *again]
 
 

@@ -63,8 +63,8 @@ class Results:
         return [self.cell(optimizer, lam, metric, at + 1) for at in range(self.epochs)]
 
     def best(self, optimizer: str, metric: Metric | None = None) -> Best | None:
-        """Where the mean of a metric (the sweep's second) is best; never where a lane diverged."""
-        by = metric or self.sweep.metrics[1]
+        """Where the mean of a metric (the sweep's `best_by`) is best; never where one diverged."""
+        by = metric or self.sweep.best_by
         found = [Best(optimizer, lam, self.cell(optimizer, lam, by)) for lam in self.sweep.lam]
         found = [best for best in found if best.cell.cost < math.inf]
         return min(found, key=lambda best: best.cell.cost, default=None)
@@ -128,7 +128,10 @@ class Results:
         every, asked = len(self.sweep.lanes), self.sweep.epochs
         out = []
         if self.missing:
-            which = few(str(lane) for lane in self.missing)
+            ran = {lane.seed for lane in (*self.done, *(r.lane for r in self.failed))}
+            seeds = [seed for seed in self.sweep.seeds if seed not in ran]
+            rest = [str(lane) for lane in self.missing if lane.seed not in seeds]
+            which = few([*(f"all of seed {seed}" for seed in seeds), *rest])
             out.append(f"{len(self.missing)} of {every} lanes have not been run: {which}.")
         if self.failed:
             which = few(f"{r.lane} ({r.reason or 'no reason given'})" for r in self.failed)

@@ -82,6 +82,7 @@ class Sweep:
     precision: Precision = "float32"  # on CUDA; elsewhere float32, unless this is float64
     # What a report shows: two metrics, at the last epoch over λ and over the epochs at some λ.
     metrics: tuple[Metric, Metric] = ("train_loss", "test_accuracy")
+    best_by: Metric = "test_accuracy"  # what an optimizer's best λ is chosen by
     curves_at: tuple[float, ...] = ()  # empty: each optimizer at its own best λ
     claims: tuple[Claim, ...] = ()
     cost: str = ""  # measured, with the machine
