@@ -4,10 +4,12 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 MEASURED := --cov=wngrad --cov-report=term:skip-covered --cov-fail-under=95
 
-.PHONY: demo test test-faults check format clean
+.PHONY: demo test test-faults check figures format clean
 
 demo: $(VENV)/ready
-	$(RUN) examples/flat_curve.py
+	$(VENV)/bin/wngrad run digits
+	$(VENV)/bin/wngrad report digits
+	@echo "Open out/digits/report.html."
 
 test: $(VENV)/ready
 	$(RUN) -m pytest -n 2 --dist worksteal -m "not faults and not gpu" $(COVERAGE)
@@ -20,6 +22,12 @@ check: $(VENV)/ready
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 	$(MAKE) test COVERAGE="$(MEASURED)"
+
+# The figures and tables of the docs, from the records under results/.
+figures: $(VENV)/ready
+	for name in figure-1 figure-2 figure-3; do \
+	  $(VENV)/bin/wngrad report $$name --records results/$$name.jsonl --out docs/figures/$$name; \
+	done
 
 format: $(VENV)/ready
 	$(RUN) -m ruff format .

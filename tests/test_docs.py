@@ -57,7 +57,11 @@ def resolve(name: str) -> object:
 
 def test_every_make_target_the_pages_name_exists():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
-    named = {name for page in PAGES for name in re.findall(r"\bmake ([\w-]+)", page.read_text())}
+    named = {
+        name
+        for page in PAGES
+        for name in re.findall(r"(?:^|`)make ([\w-]+)", page.read_text(), re.M)
+    }
     assert named <= targets
 
 
@@ -65,3 +69,20 @@ def test_the_versions_agree():
     import wngrad
 
     assert f"version: {wngrad.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+@pytest.mark.parametrize("name", ["figure-1", "figure-2", "figure-3"])
+def test_the_figures_pages_are_what_the_records_say(name):
+    from wngrad.lab.recipes import RECIPES
+    from wngrad.lab.report import markdown
+    from wngrad.lab.results import Results
+    from wngrad.lab.store import exported
+
+    results = Results(RECIPES[name], exported(ROOT / "results" / f"{name}.jsonl"))
+    findings = [claim.measure(results) for claim in RECIPES[name].claims]
+    page = ROOT / "docs" / "figures" / name / "summary.md"
+    assert page.read_text() == markdown(results, findings)
+    held = sum(finding.holds is True for finding in findings)
+    link = f"]({page.relative_to(ROOT / 'docs')})"
+    row = next(line for line in (ROOT / "docs/lab.md").read_text().splitlines() if link in line)
+    assert f"{held} of {len(findings)}" in row

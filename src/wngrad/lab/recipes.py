@@ -19,6 +19,7 @@ from wngrad.lab.spec import Sweep
 
 FIGURE_1 = Sweep(
     name="figure-1",
+    cost="7 s on an H200, and 25 s of compilation",
     claim="WNGrad's loss is flat in λ where SGD's is not.",
     dataset="mnist",
     model="mlp",
@@ -69,6 +70,7 @@ FIGURE_1 = Sweep(
 
 FIGURE_2 = Sweep(
     name="figure-2",
+    cost="2 min on an H200, and 1 of compilation",
     claim="WNGrad does better than SGD for λ from 0.01 to 1, and as well below.",
     dataset="cifar10",
     model="cnn",
@@ -131,6 +133,7 @@ FIGURE_2 = Sweep(
 
 FIGURE_3 = Sweep(
     name="figure-3",
+    cost="0.8 s a run and epoch on an H200: 3.6 h",
     claim="With momentum, WNGrad and WN-Adam are more robust to λ than SGD and Adam.",
     dataset="cifar10",
     model="resnet18",
@@ -165,6 +168,7 @@ FIGURE_3 = Sweep(
 
 DIGITS = Sweep(
     name="digits",
+    cost="10 s on two CPU cores",
     claim="The paper's optimizers train over more decades of λ than SGD and Adam, on small data.",
     dataset="digits",
     model="mlp",

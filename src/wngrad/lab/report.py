@@ -87,8 +87,8 @@ def _bests(results: Results) -> list[str]:
         *_table(heads, rows),
         "",
         f"The best λ is that of the best mean {label(results.sweep.best_by)} at epoch "
-        f"{results.epochs}, among those at which no seed diverged. A λ is usable if its mean test accuracy is within "
-        f"{100 * USABLE:g} points of the best of all optimizers.",
+        f"{results.epochs}, among those at which no seed diverged. A λ is usable if its mean test "
+        f"accuracy is within {100 * USABLE:g} points of the best of all optimizers.",
     ]
 
 

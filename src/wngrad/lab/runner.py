@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -190,7 +191,7 @@ def conditions(session: Session) -> dict[str, Any]:
 
 def environment(device: str) -> dict[str, Any]:
     """Where and with what a run was made."""
-    name = torch.cuda.get_device_name() if device.startswith("cuda") else _processor()
+    name = torch.cuda.get_device_name(device) if _on_cuda(device) else _processor()
     return {
         "wngrad": wngrad.__version__,
         "torch": torch.__version__,
@@ -199,6 +200,14 @@ def environment(device: str) -> dict[str, Any]:
         "device": name,
         "threads": torch.get_num_threads(),
     }
+
+
+def _on_cuda(device: str) -> bool:
+    if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
+        raise ValueError(f"lab: `device` must be cpu, cuda or cuda:0, 1, …, got {device!r}.")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"lab: `device` must be cpu: torch finds no CUDA device for {device!r}.")
+    return device != "cpu"
 
 
 def _records(
