@@ -68,12 +68,14 @@ NETWORKS = {
     "cnn": (Stacked, (3, 20, 20)),
     "test_lab_programs:narrow_resnet": (Branches, (3, 8, 8)),
 }
+# A lane of ResNet takes a hundred times as long as one of the others: one λ and one seed for it.
+FEW = {Stacked: {}, Branches: {"lam": (0.01,), "seeds": (1,)}}
 
 
 @pytest.mark.parametrize("model", NETWORKS)
 def test_fifty_steps_of_every_lane_are_those_of_the_real_class(model: str) -> None:
     kind, shape = NETWORKS[model]
-    s, data = sweep(model, precision="float64"), blobs(shape)
+    s, data = sweep(model, precision="float64", **FEW[kind]), blobs(shape)
     ours, real = steps(program(kind, s, data), 50), steps(program(Lone, s, data), 50)
     for lane, mine, its in zip(ours.pack.lanes, weights(ours), weights(real), strict=True):
         for a, b in zip(mine, its, strict=True):
@@ -144,7 +146,7 @@ def test_an_incomplete_last_batch_is_left_out_and_too_large_a_batch_refused() ->
 
 
 @pytest.mark.parametrize("kind", PROGRAMS.values())
-@pytest.mark.parametrize("at", [0, 1, 9, 10, 13])
+@pytest.mark.parametrize("at", [1, 10, 13])
 def test_a_program_goes_on_exactly_from_a_state(kind: type[Program], at: int) -> None:
     s, data = sweep(), blobs((20,))
     whole, first = program(kind, s, data), steps(program(kind, s, data), at)
@@ -263,7 +265,7 @@ def test_packs_cover_every_lane_once() -> None:
 @pytest.mark.parametrize("model", NETWORKS)
 def test_on_cuda_a_captured_lane_is_the_lone_run(model: str) -> None:
     kind, shape = NETWORKS[model]
-    s, data = sweep(model, precision="float64"), blobs(shape)
+    s, data = sweep(model, precision="float64", **FEW[kind]), blobs(shape)
     ours, real = program(kind, s, data, "cuda"), steps(program(Lone, s, data, "cpu"), 50)
     steps(ours, 50)
     for mine, its in zip(weights(ours), weights(real), strict=True):

@@ -1,0 +1,187 @@
+"""A sweep that runs in a tenth of a second, ways to stop it, and optimizers that misbehave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from wngrad.lab.data import Data
+from wngrad.lab.spec import Pack, Sweep
+from wngrad.lab.store import Store
+from wngrad.lab.supervisor import Job
+
+
+def blobs(shape: tuple[int, ...], n: int = 200, seed: int = 0) -> Data:
+    """Ten Gaussian clouds: learnable, and made in a moment."""
+    g = torch.Generator().manual_seed(seed)
+    centres = torch.randn(10, *shape, generator=g)
+    y = torch.randint(10, (n,), generator=g)
+    x = centres[y] + torch.randn(n, *shape, generator=g)
+    cut = n * 4 // 5
+    return Data("blobs", x[:cut], y[:cut], x[cut:], y[cut:], 10, f"blobs-{shape}-{n}-{seed}")
+
+
+def data() -> Data:
+    return blobs((4,))
+
+
+def net(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(shape[0], 3), nn.ReLU(), nn.Linear(3, classes))
+
+
+def dropping(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """A network that draws random numbers as it trains."""
+    return nn.Sequential(nn.Linear(shape[0], 3), nn.Dropout(0.2), nn.Linear(3, classes))
+
+
+STEPS = 10  # of an epoch
+SWEEP = Sweep(
+    name="small", claim="", dataset="small_lab:data", model="small_lab:net",
+    optimizers=("sgd", "wngrad-momentum"), lam=(0.01, 0.1), epochs=2, seeds=(0, 1), batch=16,
+    weight_decay=1e-3, lanes_per_pack=2,
+)  # fmt: skip
+LONG = replace(SWEEP, name="long", epochs=100)  # some seconds, for processes that start slowly
+
+
+def job(out: Path, sweep: Sweep = SWEEP) -> dict[str, Any]:
+    """What a worker is given; it saves after every chunk."""
+    found: dict[str, Any] = json.loads(Job(sweep, out, device="cpu", save_every=0).to_json({}))
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All that an interruption must not change: every file, the locks and the log of visits apart.
+
+    What a stopped process leaves behind would show here as a file too many.
+    """
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.parent.name != "locks" and path.name != "sessions.jsonl"
+    }
+
+
+def position(store: Store, pack: Pack) -> float | None:
+    """The epoch at which the pack's checkpoint stands; None if there is none to be read."""
+    saved = store.load(pack)
+    return None if saved is None else saved["state"]["epoch"] + saved["state"]["step"] / STEPS
+
+
+def announced(events: list[dict[str, Any]]) -> tuple[dict[str, float], list[str]]:
+    """Where each pack stood when it was last said to be saved, and the lanes said to be done."""
+    at: dict[str, float] = {}
+    saved: dict[str, float] = {}
+    lanes = []
+    for event in events:
+        if event["kind"] == "progress":
+            at[event["pack"]] = event["epochs"]
+        elif event["kind"] == "saved":
+            saved[event["pack"]] = at.get(event["pack"], 0.0)
+        elif event["kind"] == "record":
+            lanes.append(event["lane"])
+    return saved, lanes
+
+
+@contextmanager
+def stopped(call: int, when: str, stop: Callable[[], None]) -> Iterator[list[str]]:
+    """`stop` is called "before", "half-way" through or "after" the `call`-th write, fsync or rename.
+
+    Yields the names of the calls that were made.
+    """
+    made: list[str] = []
+    real = {name: getattr(os, name) for name in ("write", "fsync", "replace")}
+
+    def watched(name: str) -> Callable[..., Any]:
+        def instead(*args: Any) -> Any:
+            made.append(name)
+            if len(made) != call:
+                return real[name](*args)
+            if when == "half-way" and name == "write":
+                real[name](args[0], args[1][: len(args[1]) // 2])
+            elif when == "after":
+                real[name](*args)
+            return stop()
+
+        return instead
+
+    for name in real:
+        setattr(os, name, watched(name))
+    try:
+        yield made
+    finally:
+        for name, function in real.items():
+            setattr(os, name, function)
+
+
+class Moody(torch.optim.SGD):
+    """SGD that does at its fifth step what its λ says, unless BEHAVE is set."""
+
+    def __init__(self, params: Any, lr: float, **options: Any) -> None:
+        super().__init__(params, lr=0.01 if lr in MOODS else lr, **options)
+        self.mood = None if os.environ.get("BEHAVE") else MOODS.get(lr)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        if self.mood and self.count == 5:
+            self.mood(self)
+        return super().step(closure)
+
+
+def moody(params: Any, lr: float, **options: Any) -> Any:
+    """None or a string in place of an optimizer, for two λ."""
+    if lr in (NONE, TEXT) and not os.environ.get("BEHAVE"):
+        return None if lr == NONE else "an optimizer"
+    return Moody(params, lr, **options)
+
+
+def _raises(opt: Moody) -> None:
+    raise ArithmeticError("no such\n  root")
+
+
+def _misses_a_file(opt: Moody) -> None:
+    raise FileNotFoundError(2, "No such file or directory", "\udcff.table")
+
+
+def _hangs(opt: Moody) -> None:
+    time.sleep(600)
+
+
+def _is_killed(opt: Moody) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leaves(opt: Moody) -> None:
+    raise SystemExit(0)
+
+
+def _spoils(opt: Moody) -> None:
+    with torch.no_grad():
+        for p in opt.param_groups[0]["params"]:
+            p.fill_(torch.nan)
+
+
+def _cannot_be_saved(opt: Moody) -> None:
+    opt.param_groups[0]["rule"] = lambda step: step
+
+
+RAISES, MISSES, HANGS, KILLED, LEAVES, SPOILS, UNSAVED, NONE, TEXT = range(1, 10)
+MOODS: dict[float, Callable[[Moody], None]] = {
+    RAISES: _raises,
+    MISSES: _misses_a_file,
+    HANGS: _hangs,
+    KILLED: _is_killed,
+    LEAVES: _leaves,
+    SPOILS: _spoils,
+    UNSAVED: _cannot_be_saved,
+}
