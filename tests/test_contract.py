@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+import wngrad
 from conftest import backward, flat_state, network, same, same_state, train, twins
+from keep import KEPT
 from wngrad import WNAdam, WNGrad
 
 
@@ -586,3 +588,20 @@ def test_sparse_embeddings_train_like_dense_ones(optimizer):
         other.step()
     assert torch.equal(dense.weight, sparse.weight)
     assert torch.equal(one.state[dense.weight]["b"], other.state[sparse.weight]["b"])
+
+
+@pytest.mark.parametrize("file", sorted(KEPT.glob("*.pt")), ids=lambda path: path.stem)
+def test_checkpoints_of_every_release_are_read_and_go_on(optimizer, file):
+    """To float64's rounding: another machine may sum in another order."""
+    saved = torch.load(file, weights_only=True)[optimizer.name]
+    model = network().double()
+    opt = optimizer(model.parameters())
+    model.load_state_dict(saved["model"])
+    opt.load_state_dict(saved["optimizer"])
+    train(model, opt, 2, first=3)
+    after = [*(p.detach() for p in model.parameters()), *flat_state(opt)]
+    torch.testing.assert_close(after, saved["after"], rtol=1e-11, atol=1e-12)
+
+
+def test_a_checkpoint_of_this_release_is_kept():
+    assert (KEPT / f"{wngrad.__version__}.pt").exists()

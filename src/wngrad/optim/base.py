@@ -63,7 +63,7 @@ class BlockOptimizer(Optimizer):
 
     def _update(self) -> None:
         # Whatever can fail, fails before the first commit.
-        proposals = [new for family in self._families() for new in propose(family)]
+        proposals = propose(self._families())
         self._refuse_nonfinite(proposals)
         for proposal in proposals:
             commit(proposal, self._move, self._buffer, self._counts_blocks)
@@ -89,12 +89,14 @@ class BlockOptimizer(Optimizer):
         )
 
     def _refuse_nonfinite(self, proposals: list[Proposal]) -> None:
-        for family, part, _, finite in proposals:
-            if family.group["nonfinite"] == "raise" and not sharded.all_ranks(finite, part.param):
+        asked = [p for p in proposals if p.family.group["nonfinite"] == "raise"]
+        bad = sharded.over_ranks([(~p.finite).sum() for p in asked], [p.piece.param for p in asked])
+        for count, (_, part, _, _) in zip(bad, asked, strict=True):
+            if count:
                 raise ValueError(
-                    f"{self._owner}: `nonfinite` is 'raise', and the gradient of "
-                    f"{int((~finite).sum())} of {finite.numel()} blocks of a parameter of shape "
-                    f"{tuple(part.param.shape)} is not finite or too large. Nothing was changed."
+                    f"{self._owner}: `nonfinite` is 'raise', and the gradient of {count} blocks or "
+                    f"more of a parameter of shape {tuple(part.param.shape)} is not finite or too "
+                    f"large. Nothing was changed."
                 )
 
     # ------------------------------------------------------- families and state

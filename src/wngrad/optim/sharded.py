@@ -100,16 +100,23 @@ def sum_over_ranks(sq: Tensor, groups: tuple[Any, ...]) -> Tensor:
     return sq
 
 
-def all_ranks(flags: Tensor, p: Tensor) -> bool:
-    """Whether the flags are all true, on every rank that holds a part of `p`."""
-    good = flags.all()
-    if is_sharded(p):
-        mesh = cast(Any, p).device_mesh
-        count = (~good).to(torch.int32).reshape(1)
-        for dim in range(mesh.ndim):
-            torch.distributed.all_reduce(count, group=mesh.get_group(dim))
-        good = count == 0
-    return bool(good)
+def over_ranks(counts: list[Tensor], params: list[Tensor]) -> list[int]:
+    """The largest count of any rank, for each parameter. Waits for the device.
+
+    One small reduction for each set of ranks, however many parameters there are.
+    """
+    meshes: dict[Any, list[int]] = {}
+    for i, p in enumerate(params):
+        meshes.setdefault(cast(Any, p).device_mesh if is_sharded(p) else None, []).append(i)
+    totals = [0] * len(counts)
+    for mesh, members in meshes.items():
+        mine = torch.stack([counts[i].to(counts[members[0]].device) for i in members])
+        for dim in range(mesh.ndim if mesh is not None else 0):
+            most = torch.distributed.ReduceOp.MAX
+            torch.distributed.all_reduce(mine, op=most, group=mesh.get_group(dim))
+        for i, total in zip(members, mine.tolist(), strict=True):
+            totals[i] = total
+    return totals
 
 
 def _cut(place: Any) -> bool:

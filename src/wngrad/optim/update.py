@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,17 +16,24 @@ from wngrad.optim import blocks, sharded
 from wngrad.optim.pieces import Family, Piece, Proposal
 from wngrad.optim.state import Group
 
+Cuts = tuple[Any, ...]  # process groups
+
 # (x, g, b, buffer, t, family) -> (new x, new buffer), by the algorithm's last lines
 Move = Callable[
     [Tensor, Tensor, Tensor, "Tensor | None", Tensor, Family], "tuple[Tensor, Tensor | None]"
 ]
 
 
-def propose(family: Family) -> list[Proposal]:
+def propose(families: list[Family]) -> list[Proposal]:
     """The new b of every piece: b_j ← b_{j-1} + λ²‖g‖²/b_{j-1}."""
+    norms = _over_ranks([_norms(family) for family in families])
+    return [new for pair in zip(families, norms, strict=True) for new in _propose(*pair)]
+
+
+def _propose(family: Family, norms: list[Tensor]) -> list[Proposal]:
     group, lam = family.group, family.lam
     proposals = []
-    for part, sq, b in zip(family.pieces, _norms(family), _shared_b(family), strict=True):
+    for part, sq, b in zip(family.pieces, norms, _shared_b(family), strict=True):
         wide = b.to(sq.dtype, copy=group["differentiable"])
         if isinstance(group["b_init"], tuple):
             wide = _latched(wide, sq, lam, group["b_init"][1], torch.finfo(b.dtype))
@@ -125,15 +132,38 @@ def _sq_norm(part: Piece, group: Group) -> Tensor:
     return torch.stack(sums).sum(0) if shape[0] == 1 else torch.cat(sums)
 
 
-def _norms(family: Family) -> list[Tensor]:
-    """‖g‖² over all parameters that share the block, and over all ranks that hold a part of it."""
-    norms = [_sq_norm(part, family.group) for part in family.pieces]
-    sums: dict[tuple[Any, ...], Tensor] = {}  # what the same ranks share is summed up first
-    for part, sq in zip(family.pieces, norms, strict=True):
-        flat = sq.flatten().to(norms[0].device)
+class _Norms(NamedTuple):
+    """‖g‖² of a family's blocks on this rank, summed over its parameters."""
+
+    like: list[Tensor]  # one for each piece: its shape and device
+    sums: dict[Cuts, Tensor]  # flat, by the ranks between which the blocks are cut
+
+
+def _norms(family: Family) -> _Norms:
+    like = [_sq_norm(part, family.group) for part in family.pieces]
+    sums: dict[Cuts, Tensor] = {}  # what the same ranks share is summed up first
+    for part, sq in zip(family.pieces, like, strict=True):
+        flat = sq.flatten().to(like[0].device)
         sums[part.cuts] = sums[part.cuts] + flat if part.cuts in sums else flat
-    total = sum(sharded.sum_over_ranks(sq, cuts) for cuts, sq in sums.items())
-    return [cast(Tensor, total).to(sq.device).view_as(sq) for sq in norms]
+    return _Norms(like, sums)
+
+
+def _over_ranks(norms: list[_Norms]) -> list[list[Tensor]]:
+    """For each family, ‖g‖² for each piece, over all ranks that hold a part of its blocks.
+
+    One small sum for the whole step, for each set of ranks between which anything is cut.
+    """
+    for cuts in dict.fromkeys(cuts for family in norms for cuts in family.sums if cuts):
+        mine = [family.sums for family in norms if cuts in family.sums]
+        parts = [sums[cuts] for sums in mine]
+        total = torch.cat([part.to(parts[0].device) for part in parts])
+        total = sharded.sum_over_ranks(total, cuts)
+        for sums, part in zip(mine, torch.split(total, [p.numel() for p in parts]), strict=True):
+            sums[cuts] = part.to(sums[cuts].device)
+    return [
+        [cast(Tensor, sum(family.sums.values())).to(sq.device).view_as(sq) for sq in family.like]
+        for family in norms
+    ]
 
 
 def _shared_b(family: Family) -> list[Tensor]:
