@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 MEASURED := --cov=wngrad --cov-report=term:skip-covered --cov-fail-under=95
 
-.PHONY: demo test test-faults check figures format clean
+.PHONY: demo test test-integrations test-faults check figures format clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/wngrad run digits
@@ -12,7 +12,10 @@ demo: $(VENV)/ready
 	@echo "Open out/digits/report.html."
 
 test: $(VENV)/ready
-	$(RUN) -m pytest -n 2 --dist worksteal -m "not faults and not gpu" $(COVERAGE)
+	$(RUN) -m pytest -n 2 --dist worksteal -m "not faults and not gpu and not integrations" $(COVERAGE)
+
+test-integrations: $(VENV)/integrations
+	$(RUN) -m pytest -n 2 --dist worksteal -m "integrations and not gpu" tests/integrations
 
 test-faults: $(VENV)/ready
 	$(RUN) -m pytest -m faults
@@ -38,6 +41,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,jax,dev]"
+	touch $@
+
+$(VENV)/integrations: $(VENV)/ready
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[integrations]"
 	touch $@
 
 clean:

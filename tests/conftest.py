@@ -65,6 +65,27 @@ def _seeded() -> Iterator[None]:
     assert torch.is_grad_enabled()
 
 
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For tests that compare the lab's files byte for byte: they say under what they were made."""
+    monkeypatch.setenv("WNGRAD_COMMIT", "test")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for processes that the test starts
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def whole(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What a small sweep of the lab leaves if nothing disturbs it."""
+    from small_lab import contents, visit
+
+    folder = tmp_path_factory.mktemp("whole")
+    visit(folder)
+    return contents(folder)
+
+
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace: dict[str, Any]) -> None:
     doctest_namespace.update(torch=torch, **{n: getattr(wngrad, n) for n in wngrad.__all__})

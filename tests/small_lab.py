@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wngrad.lab.data import Data
-from wngrad.lab.spec import Pack, Sweep
+from wngrad.lab.runner import Session
+from wngrad.lab.spec import Pack, Sweep, packs
 from wngrad.lab.store import Store
-from wngrad.lab.supervisor import Job
+from wngrad.lab.supervisor import Job, supervise
 
 
 def blobs(shape: tuple[int, ...], n: int = 200, seed: int = 0) -> Data:
@@ -44,19 +46,57 @@ def dropping(shape: tuple[int, ...], classes: int) -> nn.Module:
     return nn.Sequential(nn.Linear(shape[0], 3), nn.Dropout(0.2), nn.Linear(3, classes))
 
 
+class Says(nn.Module):
+    """A network with an answer of its own."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.weight, self.answer = nn.Parameter(torch.ones(1)), answer
+
+    def forward(self, x: Tensor) -> Any:
+        nan = self.weight * torch.full((len(x), 10), torch.nan)
+        return nan if self.answer == "nan" else self.answer
+
+
+def says_nan(shape: tuple[int, ...], classes: int) -> Any:
+    return Says("nan")
+
+
+def says_none(shape: tuple[int, ...], classes: int) -> Any:
+    return Says(None)
+
+
+def says_text(shape: tuple[int, ...], classes: int) -> Any:
+    return Says("seven")
+
+
+def is_none(shape: tuple[int, ...], classes: int) -> Any:
+    return None
+
+
 STEPS = 10  # of an epoch
 SWEEP = Sweep(
     name="small", claim="", dataset="small_lab:data", model="small_lab:net",
     optimizers=("sgd", "wngrad-momentum"), lam=(0.01, 0.1), epochs=2, seeds=(0, 1), batch=16,
     weight_decay=1e-3, lanes_per_pack=2,
 )  # fmt: skip
-LONG = replace(SWEEP, name="long", epochs=100)  # some seconds, for processes that start slowly
+ONE = replace(SWEEP, optimizers=("wngrad-momentum",), seeds=(0,))  # two lanes in one pack
+PACK = packs(ONE.settings, ONE.seeds, None)[0]
+LANE = PACK.lanes[0]
+LONG = replace(SWEEP, name="long", epochs=25)  # a second, for processes that start slowly
 
 
 def job(out: Path, sweep: Sweep = SWEEP) -> dict[str, Any]:
     """What a worker is given; it saves after every chunk."""
     found: dict[str, Any] = json.loads(Job(sweep, out, device="cpu", save_every=0).to_json({}))
     return found
+
+
+def supervised(out: str, name: str = "LONG") -> None:
+    """What `wngrad run` does, without the command line."""
+    print("ready", flush=True)
+    work = Job(globals()[name], Path(out), device="cpu", save_every=0)
+    sys.exit(supervise(work, lambda event: None).status)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -69,6 +109,39 @@ def contents(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.parent.name != "locks" and path.name != "sessions.jsonl"
     }
+
+
+def session(folder: Path, sweep: Sweep = ONE, **options: Any) -> tuple[Session, list[Any]]:
+    """A visit that saves after every chunk, and the list it tells its events and warnings to."""
+    events: list[Any] = []
+    store = Store(folder, warn=lambda text: events.append({"kind": "warning", "text": text}))
+    found = options.pop("data", None) or data()
+    return Session(sweep, found, store, save_every=0, tell=events.append, **options), events
+
+
+def visit(folder: Path, sweep: Sweep = ONE, **options: Any) -> list[Any]:
+    """Run a session; what it told."""
+    visitor, events = session(folder, sweep, **options)
+    visitor.run()
+    return events
+
+
+class Stop(BaseException):
+    """In place of the end of a process: nothing catches it."""
+
+
+def halt(*args: object) -> None:
+    raise Stop
+
+
+def half_done(folder: Path, sweep: Sweep = ONE) -> Path:
+    """The folder of a sweep that was stopped when it had a checkpoint, and one before."""
+    with suppress(Stop), stopped(13, "after", halt):
+        visit(folder, sweep)
+    assert not list(folder.glob("records/*"))
+    assert (folder / f"checkpoints/{PACK.name}.pt").exists()
+    assert (folder / f"checkpoints/{PACK.name}.pt.old").exists()
+    return folder
 
 
 def position(store: Store, pack: Pack) -> float | None:
@@ -93,10 +166,10 @@ def announced(events: list[dict[str, Any]]) -> tuple[dict[str, float], list[str]
 
 
 @contextmanager
-def stopped(call: int, when: str, stop: Callable[[], None]) -> Iterator[list[str]]:
-    """`stop` is called "before", "half-way" through or "after" the `call`-th write, fsync or rename.
+def stopped(call: int, when: str, stop: Callable[..., None]) -> Iterator[list[str]]:
+    """Stop "before", "half-way" through or "after" the `call`-th write, fsync or rename.
 
-    Yields the names of the calls that were made.
+    `stop` is called with the arguments of that call. Yields the names of all that were made.
     """
     made: list[str] = []
     real = {name: getattr(os, name) for name in ("write", "fsync", "replace")}
@@ -110,7 +183,7 @@ def stopped(call: int, when: str, stop: Callable[[], None]) -> Iterator[list[str
                 real[name](args[0], args[1][: len(args[1]) // 2])
             elif when == "after":
                 real[name](*args)
-            return stop()
+            return stop(*args)
 
         return instead
 
@@ -150,7 +223,7 @@ def _raises(opt: Moody) -> None:
 
 
 def _misses_a_file(opt: Moody) -> None:
-    raise FileNotFoundError(2, "No such file or directory", "\udcff.table")
+    raise FileNotFoundError("no table \udcff")
 
 
 def _hangs(opt: Moody) -> None:
@@ -175,7 +248,13 @@ def _cannot_be_saved(opt: Moody) -> None:
     opt.param_groups[0]["rule"] = lambda step: step
 
 
-RAISES, MISSES, HANGS, KILLED, LEAVES, SPOILS, UNSAVED, NONE, TEXT = range(1, 10)
+RAISES, MISSES, HANGS, KILLED, LEAVES, SPOILS, UNSAVED, NONE, TEXT = map(float, range(1, 10))
+GOOD = (0.02, 0.03)
+MOODY = replace(
+    SWEEP, name="moody", program="lone", optimizers=("small_lab:moody",), seeds=(0,),
+    lam=(GOOD[0], *map(float, range(1, 10)), GOOD[1]),
+)  # fmt: skip
+HUNG = replace(MOODY, lam=(HANGS,))
 MOODS: dict[float, Callable[[Moody], None]] = {
     RAISES: _raises,
     MISSES: _misses_a_file,

@@ -240,3 +240,11 @@ def test_a_layer_with_more_parameters_than_its_type_has_keeps_them_apart():
         [()],
     ]
     WNGrad(groups)
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.LSTM(3, 2, 2, bidirectional=True), nn.MultiheadAttention(4, 2)]
+)
+def test_the_groups_of_a_layer_have_names_of_their_own(layer):
+    names = [group["name"] for group in neuron_groups(layer)]
+    assert len(set(names)) == len(names) > 1

@@ -12,19 +12,37 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M)
+# The second kind needs libraries that only `make test-integrations` installs; it runs both.
+KINDS = ("python", "python integrations")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_the_python_on_a_page_runs_from_top_to_bottom(page, capsys):
-    names: dict[str, object] = {}
-    for block in blocks(page, "python"):
+def blocks(page: Path, *kinds: str) -> list[str]:
+    fenced = re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), re.S | re.M)
+    return [code for kind, code in fenced if kind in kinds]
+
+
+def run_blocks(page: Path, *kinds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """From top to bottom, in one namespace."""
+    names: dict[str, object] = {"__name__": "page"}
+    for block in blocks(page, *kinds):
         exec(compile(block, str(page), "exec"), names)
         printed = capsys.readouterr().out
         shown = re.findall(r"^# (.*)$", block, re.M)  # what a block says it prints, at its end
         if "print(" in block and shown:
             assert printed.rstrip("\n").split("\n") == shown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_the_python_on_a_page_runs_from_top_to_bottom(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_blocks(page, "python", capsys=capsys)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_block_of_python_is_of_a_kind_that_is_run(page):
+    fences = re.findall(r"^ *[`~]{3,} *(py.*)$", page.read_text(), re.M | re.I)
+    assert set(fences) <= set(KINDS)
+    assert len(fences) == len(blocks(page, *KINDS))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

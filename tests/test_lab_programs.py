@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from small_lab import blobs
 from wngrad.lab import models, stack
 from wngrad.lab.data import Data
 from wngrad.lab.programs import PROGRAMS, Branches, Lone, Program, Stacked
@@ -22,16 +23,6 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 def narrow_resnet(shape: tuple[int, ...], classes: int) -> nn.Module:
     return models.resnet18(shape, classes, width=4)
-
-
-def blobs(shape: tuple[int, ...], n: int = 200, seed: int = 0) -> Data:
-    """Ten Gaussian clouds: learnable, and made in a moment."""
-    g = torch.Generator().manual_seed(seed)
-    centres = torch.randn(10, *shape, generator=g)
-    y = torch.randint(10, (n,), generator=g)
-    x = centres[y] + torch.randn(n, *shape, generator=g)
-    cut = n * 4 // 5
-    return Data("blobs", x[:cut], y[:cut], x[cut:], y[cut:], 10, f"blobs-{shape}-{n}-{seed}")
 
 
 def sweep(model: str = "mlp", **changes: object) -> Sweep:

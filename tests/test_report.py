@@ -102,3 +102,11 @@ def test_a_shared_block_is_counted_once(per):
         p.grad = torch.full_like(p, math.nan)
     opt.step()
     assert opt.skipped() == (1 if per == "model" else 2)
+
+
+def test_a_skip_of_a_parameter_that_is_held_counts_too():
+    p, held = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(3))
+    opt = WNGrad([p, held], hold_1d=True, nonfinite="skip")
+    p.grad, held.grad = torch.ones(2, 2), torch.tensor([1.0, torch.nan, torch.inf])
+    opt.step()
+    assert opt.skipped() == 2

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from wngrad.optim import WNGrad as WNGrad
     from wngrad.optim import lipschitz_b_init as lipschitz_b_init
     from wngrad.optim import neuron_groups as neuron_groups
+    from wngrad.telemetry import rate_metrics as rate_metrics
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ _HOMES = {
     "NeuronGroups": "wngrad.optim",
     "neuron_groups": "wngrad.optim",
     "lipschitz_b_init": "wngrad.optim",
+    "rate_metrics": "wngrad.telemetry",
     "minimize": "wngrad.batch",
     "minimize_stochastic": "wngrad.batch",
     "gradient_descent": "wngrad.batch",

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,7 +44,23 @@ def write(path: Path, data: bytes) -> None:
         _sync_folder(path.parent)
     except OSError as error:
         beside.unlink(missing_ok=True)
-        raise OSError(error.errno, f"{path} could not be written: {error.strerror}") from error
+        raise _unwritten(path, error) from error
+
+
+def append(path: Path, line: bytes) -> None:
+    """Add a line in one write: lines of several processes stay whole."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            _write_all(descriptor, line)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise _unwritten(path, error) from error
+
+
+def _unwritten(path: Path, error: OSError) -> OSError:
+    return OSError(error.errno, f"{path} could not be written: {error.strerror}")
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -82,20 +99,38 @@ def open_json(data: bytes, name: str) -> dict[str, Any]:
     return found
 
 
+class _ByValue:
+    """Pickle, such that equal values have equal bytes.
+
+    By itself it abbreviates an object that it has met before, but not another of equal value: a
+    run that was read back from a file would be saved in other bytes than one that never stopped.
+    """
+
+    class Pickler(pickle.Pickler):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.fast = True
+
+
 def seal_tensors(value: Any) -> bytes:
-    """Containers of tensors and numbers as bytes, behind their checksum."""
+    """Containers of tensors and numbers as bytes, behind their checksum.
+
+    Raises:
+        TypeError: there is something else in it, which `open_tensors` would refuse.
+    """
     import torch
+    from torch.serialization import get_unsafe_globals_in_checkpoint
 
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    torch.save(value, buffer, pickle_module=_ByValue)
     body = buffer.getvalue()
+    if others := get_unsafe_globals_in_checkpoint(io.BytesIO(body)):
+        raise TypeError(f"lab: a state must be tensors and plain data, got {', '.join(others)}.")
     return _MAGIC + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
 
 def open_tensors(data: bytes, name: str) -> Any:
     """What `seal_tensors` sealed, on the CPU, or Damaged. Runs no code from the file."""
-    import pickle
-
     import torch
 
     head = len(_MAGIC) + 65
@@ -105,8 +140,9 @@ def open_tensors(data: bytes, name: str) -> Any:
         raise Damaged(f"{name} does not match its checksum.")
     try:
         return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        raise Damaged(f"{name} holds something other than tensors: {error}.") from error
+    except Exception as error:  # the checksum is right, but it is none of our files
+        what = type(error).__name__
+        raise Damaged(f"{name} holds something other than tensors ({what}).") from error
 
 
 def read(path: Path) -> bytes | None:

@@ -21,7 +21,7 @@ class Watch:
         self.lanes, self.epochs = 0, 0
         self.done: dict[str, float] = {}  # pack → lanes × epochs
         self.diverged: dict[str, int] = {}
-        self.failed = 0
+        self.failed: set[str] = set()  # lanes
         self.since: tuple[float, float] | None = None  # when training began, and what was done
         self.said = 0.0
         self.bar = _bar(Console(file=self.stream)) if self.stream.isatty() else None
@@ -55,8 +55,9 @@ class Watch:
         elif kind == "progress":
             self._progress(event)
         elif kind == "record" and event["status"] == "failed":
-            self.failed += 1
-            self._line(f"{event['lane']} failed: {event['reason']}")
+            if event["lane"] not in self.failed:  # a new worker says again what it has lost
+                self._line(f"{event['lane']} failed: {event['reason']}")
+            self.failed.add(event["lane"])
         elif kind == "warning":
             self._line(event["text"])
         self._show()
@@ -72,7 +73,7 @@ class Watch:
         if diverged := sum(self.diverged.values()):
             parts.append(f"{diverged} diverged")
         if self.failed:
-            parts.append(f"{self.failed} failed")
+            parts.append(f"{len(self.failed)} failed")
         return " · ".join(parts)
 
     def _progress(self, event: dict[str, Any]) -> None:

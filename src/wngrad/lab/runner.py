@@ -8,7 +8,8 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 import wngrad
+from wngrad.lab import files
 from wngrad.lab.data import Data
 from wngrad.lab.programs import PROGRAMS, Program
 from wngrad.lab.spec import Lane, Pack, Record, Sweep
@@ -78,6 +80,7 @@ class Session:
                 elif missing := self._missing(pack):
                     self._run_pack(pack, missing)
                 else:
+                    self.store.finish(pack)  # whoever wrote the last record may not have come to it
                     self.tell({"kind": "had", "pack": pack.name, "lanes": len(pack.lanes)})
 
     def _missing(self, pack: Pack) -> list[Lane]:
@@ -95,16 +98,15 @@ class Session:
         self.tell({"kind": "start", "pack": pack.name, "lanes": len(pack.lanes)})
         began = time.perf_counter()
         try:
-            program = PROGRAMS[self.sweep.program](self.sweep, pack, self.data, self.device)
+            with _blamed():
+                program = PROGRAMS[self.sweep.program](self.sweep, pack, self.data, self.device)
             self._resume(program)
             first = program.epoch
             self._train(program)
-        except (Interrupted, OSError):
-            raise
-        except Exception as error:
-            self.fail(pack, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
+            self._save(program)
+        except _Failed as failure:
+            self.fail(pack, str(failure))
             return
-        self._save(program)
         records = _records(program, self.settings, self.environment)
         for lane, record in zip(pack.lanes, records, strict=True):
             if lane in missing:
@@ -126,21 +128,23 @@ class Session:
         """Record that the lanes of a pack did not get through, and why."""
         for lane in self._missing(pack):
             before = self.store.record(lane)
-            if before is not None and before.status == "done":
-                continue  # fewer epochs than asked for, but true
-            self.store.write_record(
-                Record(lane, "failed", reason, None, {}, self.settings, self.environment)
-            )
-            self.tell({"kind": "record", "lane": lane.name, "status": "failed", "reason": reason})
+            if before is None or before.status != "done":  # fewer epochs than asked for are true
+                self.store.write_record(
+                    Record(lane, "failed", reason, None, {}, self.settings, self.environment)
+                )
+            what = {"lane": lane.name, "pack": pack.name, "status": "failed", "reason": reason}
+            self.tell({"kind": "record", **what})
 
     def _resume(self, program: Program) -> None:
         saved = self.store.load(program.pack)
         if saved is None:
             return
-        if saved["settings"] != self.settings or saved["lanes"] != _names(program.pack):
+        of = self._of(program)
+        if not isinstance(saved, dict) or {key: saved.get(key) for key in of} != of:
             self.store.warn(f"The checkpoint of {program.pack.name} is of other lanes: not used.")
             return
-        program.load(saved["state"])
+        with _blamed():
+            program.load(saved["state"])
         self._told(program)
 
     def _train(self, program: Program) -> None:
@@ -150,7 +154,8 @@ class Session:
                 self._save(program)
                 raise Interrupted
             began = time.monotonic()
-            program.advance(steps)
+            with _blamed():
+                program.advance(steps)
             took = max(time.monotonic() - began, 1e-6)
             steps = max(1, min(2 * steps, int(steps * CHUNK_SECONDS / took)))
             self._told(program)
@@ -159,11 +164,14 @@ class Session:
                 saved = time.monotonic()
 
     def _save(self, program: Program) -> None:
-        names = _names(program.pack)
-        self.store.save(
-            program.pack, {"settings": self.settings, "lanes": names, "state": program.state()}
-        )
+        with _blamed():
+            sealed = files.seal_tensors({**self._of(program), "state": program.state()})
+        self.store.save(program.pack, sealed)
         self.tell({"kind": "saved", "pack": program.pack.name})
+
+    def _of(self, program: Program) -> dict[str, Any]:
+        """What a checkpoint says it is of."""
+        return {"settings": self.settings, "lanes": [lane.name for lane in program.pack.lanes]}
 
     def _told(self, program: Program) -> None:
         self.tell(
@@ -175,6 +183,20 @@ class Session:
                 "diverged": sum(epoch is not None for epoch in program.diverged),
             }
         )
+
+
+class _Failed(Exception):  # noqa: N818 - not an error of ours
+    """A run has failed; the message is the reason."""
+
+
+@contextmanager
+def _blamed() -> Iterator[None]:
+    """What is raised inside is the run's own fault, and fails it; what a store raises is not."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        raise _Failed(text.encode(errors="replace").decode()) from error
 
 
 def conditions(session: Session) -> dict[str, Any]:
@@ -194,7 +216,7 @@ def environment(device: str) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if _on_cuda(device) else _processor()
     return {
         "wngrad": wngrad.__version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a class of its own, which no checkpoint may hold
         "python": platform.python_version(),
         "commit": _commit(),
         "device": name,
@@ -230,10 +252,6 @@ def _records(
 def _finite(value: float) -> float | None:
     """Eight digits say all that float32 knows, and keep the records small."""
     return float(f"{value:.8g}") if math.isfinite(value) else None
-
-
-def _names(pack: Pack) -> list[str]:
-    return [lane.name for lane in pack.lanes]
 
 
 def _precision(sweep: Sweep, device: str) -> Any:

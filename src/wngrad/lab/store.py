@@ -16,7 +16,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,30 +82,38 @@ class Store:
         lines = [files.seal_json(record.to_json()) for record in self.records()]
         files.write(path, b"".join(lines))
 
-    def save(self, pack: Pack, state: Any) -> None:
-        """Keep a pack's state; the one before stays until this one is whole."""
+    def save(self, pack: Pack, sealed: bytes) -> None:
+        """Keep a pack's sealed state; the one before stays until this one is whole."""
         path = self._checkpoint_path(pack)
-        data = files.seal_tensors(state)
         if path in self._written or self._readable(path):
-            os.replace(path, _old(path))
-        files.write(path, data)
+            self._written.discard(path)  # if the new one cannot be written, there is none
+            os.replace(path, self._old(path))
+        files.write(path, sealed)
         self._written.add(path)
 
     def load(self, pack: Pack) -> Any | None:
         """The last state of a pack that can be read, or None."""
-        path = self._checkpoint_path(pack)
-        for candidate in (path, _old(path)):
+        path, damaged = self._checkpoint_path(pack), False
+        for candidate in (path, self._old(path)):
             try:
                 data = files.read(candidate)
-                if data is not None:
-                    return files.open_tensors(data, str(candidate))
+                if data is None:
+                    continue
+                state = files.open_tensors(data, str(candidate))
             except files.Damaged as error:
                 self._set_aside(candidate, error)
+                damaged = True
+                continue
+            if damaged:
+                self.warn(f"{pack.name} goes on from {candidate.name}, the state before.")
+            return state
+        if damaged:
+            self.warn(f"{pack.name} has no other checkpoint: it starts anew.")
         return None
 
     def finish(self, pack: Pack) -> None:
         """Drop what only an interrupted pack needs."""
-        _old(self._checkpoint_path(pack)).unlink(missing_ok=True)
+        self._old(self._checkpoint_path(pack)).unlink(missing_ok=True)
 
     @contextmanager
     def claim(self, pack: Pack) -> Iterator[bool]:
@@ -114,14 +122,9 @@ class Store:
             yield mine
 
     def log(self, entry: dict[str, Any]) -> None:
-        """Add a line to `sessions.jsonl`, in one write: lines of several processes stay whole."""
+        """Add a line to `sessions.jsonl`."""
         line = (json.dumps(entry, ensure_ascii=False) + "\n").encode()
-        path = self.folder / "sessions.jsonl"
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            os.write(descriptor, line)
-        finally:
-            os.close(descriptor)
+        files.append(self.folder / "sessions.jsonl", line)
 
     def _manifest(self) -> dict[str, Any] | None:
         path = self.folder / "sweep.json"
@@ -150,8 +153,16 @@ class Store:
         """Say that a file is damaged, and move it out of the way without losing it."""
         names = (path.with_name(f"{path.name}.damaged-{k}") for k in itertools.count(1))
         aside = next(name for name in names if not name.exists())
-        os.replace(path, aside)
+        with suppress(FileNotFoundError):  # another process has just done it
+            os.replace(path, aside)
         self.warn(f"{error} It is kept as {aside.name}.")
+
+    def _old(self, path: Path) -> Path:
+        """Where the state before is kept; a folder that lies there is moved out of the way."""
+        old = path.with_name(path.name + ".old")
+        if old.is_dir():
+            self._set_aside(old, files.Damaged(f"{old} is a folder, not a file."))
+        return old
 
     def _differences(self, before: dict[str, Any], now: dict[str, Any]) -> str:
         keys = [k for k in {**before, **now} if before.get(k) != now.get(k)]
@@ -181,10 +192,6 @@ def exported(path: Path) -> list[Record]:
         Record.from_json(files.open_json(line, f"{path}, line {k}"))
         for k, line in enumerate(lines, 1)
     ]
-
-
-def _old(path: Path) -> Path:
-    return path.with_name(path.name + ".old")
 
 
 def _added(sweep: Sweep, planned: Sequence[Pack]) -> list[Pack]:

@@ -13,12 +13,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from wngrad.lab.spec import Sweep
+from wngrad.lab.worker import SIGNALS
 
 Event = dict[str, Any]
 
@@ -61,16 +62,19 @@ def supervise(job: Job, tell: Callable[[Event], None], patience: float | None = 
     """Run the job to its end, in as many processes as it takes."""
     lost: dict[str, str] = {}
     failed: dict[str, str] = {}
-    while True:
-        seen = _Seen(tell)
-        status = _run_once(job, lost, seen, patience)
-        failed |= seen.failed
-        if isinstance(status, int) and (seen.ended or status in (130, 143)):
+    with _forwarding() as forwarded:
+        while True:
+            seen = _Seen(tell)
+            status = _run_once(job, lost, seen, patience, forwarded)
+            failed |= seen.failed
             said = [f"{lane}: {reason}" for lane, reason in failed.items()]
-            return Outcome(status or int(bool(said)), seen.text, said)
-        if seen.pack is None or seen.pack in lost:
-            return Outcome(1, f"The training process {_how(status)} before it had begun.")
-        lost[seen.pack] = f"its process {_how(status)}"
+            if isinstance(status, int) and (seen.ended or status in (130, 143)):
+                return Outcome(status or int(bool(said)), seen.text, said)
+            if forwarded.signal:
+                return Outcome(128 + forwarded.signal, failed=said)
+            if seen.pack is None or seen.pack in lost:
+                return Outcome(1, f"The training process {_how(status)} before it had begun.")
+            lost |= {seen.pack: f"its process {_how(status)}"} | seen.lost
 
 
 @dataclass(slots=True)
@@ -81,7 +85,8 @@ class _Seen:
     pack: str | None = None
     ended: bool = False
     text: str = ""
-    failed: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)  # lanes, with reasons
+    lost: dict[str, str] = field(default_factory=dict)  # their packs: not to be tried twice
 
     def __call__(self, event: Event) -> None:
         self.tell(event)
@@ -89,26 +94,32 @@ class _Seen:
         if kind == "start":
             self.pack = event["pack"]
         elif kind == "record" and event["status"] == "failed":
-            self.failed[event["lane"]] = event["reason"]
+            self.failed[event["lane"]] = self.lost[event["pack"]] = event["reason"]
         elif kind in ("finished", "interrupted", "error"):
             self.ended, self.text = True, event.get("text", "")
 
 
 def _run_once(
-    job: Job, lost: dict[str, str], tell: Callable[[Event], None], patience: float | None
+    job: Job,
+    lost: dict[str, str],
+    tell: Callable[[Event], None],
+    patience: float | None,
+    forwarded: _Forwarded,
 ) -> int | str:
     """One worker, from its start to its end: its exit status, or why it was ended."""
     reading, writing = os.pipe()
-    command = [sys.executable, "-m", "wngrad.lab.worker", str(writing)]
-    with (
-        subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[writing], text=True) as worker,
-        os.fdopen(reading, "rb") as events,
-    ):
-        os.close(writing)
-        with _forwarded(worker):
+    with os.fdopen(reading, "rb") as events:
+        try:
+            worker = forwarded.start(writing)
+        except OSError as error:
+            return f"could not be started ({error})"
+        finally:
+            os.close(writing)
+        with worker:
             assert worker.stdin is not None
-            worker.stdin.write(job.to_json(lost))
-            worker.stdin.close()
+            with suppress(BrokenPipeError):  # it has ended already; its status says how
+                worker.stdin.write(job.to_json(lost))
+                worker.stdin.close()
             for line in _lines(events, patience):
                 if line is None:
                     worker.kill()
@@ -119,33 +130,56 @@ def _run_once(
 
 
 def _lines(events: Any, patience: float | None) -> Iterator[bytes | None]:
-    """Lines as they come; None if none comes for `patience` seconds."""
-    held = b""
+    """Lines as they come; None if, after the first, none comes for `patience` seconds."""
+    held, waiting = b"", None  # to load torch and the data may take any time
     while True:
-        ready, _, _ = select.select([events], [], [], patience)
+        ready, _, _ = select.select([events], [], [], waiting)
         if not ready:
             yield None
             return
         found = os.read(events.fileno(), 65536)
         if not found:
             return
+        waiting = patience
         *whole, held = (held + found).split(b"\n")
         yield from whole
 
 
+@dataclass(slots=True)
+class _Forwarded:
+    """Ctrl-C and SIGTERM go to the worker, which saves; we wait for it, unless asked twice."""
+
+    signal: int = 0  # the last that came
+    worker: subprocess.Popen[str] | None = None
+
+    def __call__(self, number: int, frame: object) -> None:
+        # A run that hangs would never leave; and what is on the disk is whole.
+        send = signal.SIGKILL if self.signal else number
+        self.signal = number
+        if self.worker is not None:
+            self.worker.send_signal(send)
+
+    def start(self, events: int) -> subprocess.Popen[str]:
+        """Start a worker: signals are held back here until it is known, there until it is ready."""
+        command = [sys.executable, "-m", "wngrad.lab.worker", str(events)]
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            self.worker = subprocess.Popen(
+                command, stdin=subprocess.PIPE, pass_fds=[events], text=True
+            )
+            return self.worker
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
 @contextmanager
-def _forwarded(worker: subprocess.Popen[str]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM go to the worker, which saves; we wait for it."""
-
-    def forward(number: int, frame: object) -> None:
-        worker.send_signal(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, forward) for number in numbers]
+def _forwarding() -> Iterator[_Forwarded]:
+    forwarded = _Forwarded()
+    before = [signal.signal(number, forwarded) for number in SIGNALS]
     try:
-        yield
+        yield forwarded
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in zip(SIGNALS, before, strict=True):
             signal.signal(number, handler)
 
 

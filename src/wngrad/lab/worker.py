@@ -11,21 +11,28 @@ from typing import Any
 
 from wngrad.lab.spec import Sweep
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 class _Stop:
     """Whether to leave, and with which exit status: a signal came, or the supervisor is gone."""
 
     def __init__(self) -> None:
         self.signal = 0
+        self.begun = False  # whether there may be something to save
+        self.alone = False
         self.parent = os.getppid()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             signal.signal(number, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the supervisor held them back
 
     def _note(self, number: int, frame: object) -> None:
-        self.signal = number
+        first, self.signal = not self.signal, number
+        if first and not self.begun:  # an import or a download may take long: leave now
+            raise SystemExit(128 + number)
 
     def __call__(self) -> bool:
-        return bool(self.signal) or os.getppid() != self.parent
+        return bool(self.signal) or self.alone or os.getppid() != self.parent
 
 
 def main(events: int, job: dict[str, Any]) -> int:
@@ -33,7 +40,10 @@ def main(events: int, job: dict[str, Any]) -> int:
     stop = _Stop()  # first of all: a signal during the imports must not be lost
 
     def tell(event: dict[str, Any]) -> None:
-        os.write(events, (json.dumps(event, ensure_ascii=False) + "\n").encode())
+        try:
+            os.write(events, (json.dumps(event) + "\n").encode())
+        except BrokenPipeError:
+            stop.alone = True
 
     import torch
 
@@ -58,6 +68,7 @@ def main(events: int, job: dict[str, Any]) -> int:
             stop=stop,
             failed=job["failed"],
         )
+        stop.begun = True
         session.run()
     except Interrupted:
         tell({"kind": "interrupted"})

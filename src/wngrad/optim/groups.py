@@ -58,12 +58,14 @@ def neuron_groups(model: nn.Module) -> NeuronGroups:
     groups = NeuronGroups()
     taken: set[Tensor] = set()
     for name, module in model.named_modules():
+        made = 0
         for shared in _neurons(module):
             fresh = [(p, shape) for p, shape in shared if p not in taken]
             taken |= {p for p, _ in fresh}
             if fresh:
                 params, shapes = map(list, zip(*fresh, strict=True))
-                layer = name or type(module).__name__
+                made += 1
+                layer = (name or type(module).__name__) + (f" ({made})" if made > 1 else "")
                 groups.append({"params": params, "per": shapes, "joint": True, "name": layer})
     return groups
 

@@ -117,8 +117,22 @@ def _of(opt: Optimizer, group: dict[str, Any], key: str) -> list[Tensor]:
     return [max(found, key=lambda t: float(t.sum()))] if joint and found else found
 
 
+def skips(opt: Optimizer, group: dict[str, Any]) -> list[Tensor]:
+    """Counts of skipped blocks. What shares its blocks counts once: as often as the one most so."""
+    joint = group["joint"] or group["per"] == "model"
+    own: list[Tensor] = []
+    shared: list[Tensor] = []
+    for p in group["params"]:
+        if "skipped" in (mine := opt.state.get(p, {})):
+            held = group["hold_1d"] and p.dim() == 1
+            (shared if joint and not held else own).append(sharded.local(mine["skipped"]).sum())
+    if shared:
+        own.append(torch.stack([n.to(shared[0].device) for n in shared]).amax())
+    return own
+
+
 def _skips(opt: Optimizer, group: dict[str, Any]) -> int:
-    return sum(int(n.sum()) for n in _of(opt, group, "skipped"))
+    return sum(int(n) for n in skips(opt, group))
 
 
 def _name(group: dict[str, Any]) -> str:

@@ -1,0 +1,1 @@
+"""Against the libraries people train with: `make test-integrations`."""

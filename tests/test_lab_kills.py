@@ -1,0 +1,293 @@
+"""F1, F6, F7, F8: processes that are killed, interrupted, hang, or share a folder.
+
+Most trials are made by tests/kills.py, which forks its workers; some by processes as a user has
+them. Every test takes the run that nothing disturbed as its oracle, byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import small_lab
+from small_lab import GOOD, LONG, MOODY, SWEEP, contents, visit
+from wngrad.lab.results import Results
+from wngrad.lab.spec import Lane, packs
+from wngrad.lab.store import Store
+from wngrad.lab.supervisor import Job, supervise
+
+HERE = Path(__file__).parent
+PACKS = packs(LONG.settings, LONG.seeds, LONG.lanes_per_pack)
+
+
+@pytest.fixture(autouse=True)
+def _for_processes(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+
+
+def trials(folder: Path, *words: str) -> dict[str, Any]:
+    command = [sys.executable, str(HERE / "kills.py"), *words, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def kills(folder: Path, count: int) -> None:
+    found = trials(folder, "kills", str(count))
+    assert found["failures"] == []
+    assert found["trials"] == count
+    assert found["aimed"] > count / 4
+
+
+def test_f1_thirty_kills_lose_nothing(tmp_path):
+    kills(tmp_path, 30)
+
+
+@pytest.mark.faults
+def test_f1_a_thousand_kills_lose_nothing(tmp_path):
+    kills(tmp_path, 1000)
+
+
+def share(folder: Path, processes: int, runs: int) -> None:
+    found = trials(folder, "claims", str(runs), "--processes", str(processes))
+    assert found["status"] == [0] * processes
+    assert found["taken_twice"] == []
+    assert found["taken"] == found["announced"] == found["records"] == runs
+    assert len(found["shares"]) > 1
+
+
+def test_f6_processes_that_share_a_folder_take_each_run_once(tmp_path):
+    share(tmp_path, 4, 60)
+
+
+@pytest.mark.faults
+def test_f6_sixteen_processes_take_each_of_a_thousand_runs_once(tmp_path):
+    share(tmp_path, 16, 1000)
+
+
+def signals(folder: Path, count: int) -> None:
+    found = trials(folder, "signals", str(count))
+    assert found["failures"] == []
+    assert found["trials"] == count
+    assert found["slowest"] < 5
+
+
+def test_f7_ten_signals_lose_not_a_step(tmp_path):
+    signals(tmp_path, 10)
+
+
+@pytest.mark.faults
+def test_f7_a_hundred_signals_lose_not_a_step(tmp_path):
+    signals(tmp_path, 100)
+
+
+def started(*code_and_words: str) -> subprocess.Popen[str]:
+    """A process of a user, in a group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", *code_and_words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def command(out: Path) -> subprocess.Popen[str]:
+    """`wngrad run` of LONG, from a module that does not load torch into the supervisor."""
+    code = f"from wngrad.lab.spec import Sweep\nLONG = Sweep.from_json({LONG.to_json()!r})\n"
+    (out.parent / "long_sweep.py").write_text(code)
+    path = f"import sys; sys.path.append({str(out.parent)!r}); "
+    words = ("run", "long_sweep:LONG", "--out", str(out), "--device", "cpu", "--save-every", "0")
+    return started(path + "from wngrad.cli import main; main()", *words)
+
+
+def supervisor(out: Path, name: str = "LONG") -> subprocess.Popen[str]:
+    process = started("import small_lab, sys; small_lab.supervised(*sys.argv[1:])", str(out), name)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def interrupted(process: subprocess.Popen[str], number: int, whom: str) -> int:
+    """The exit status, within five seconds."""
+    if process.poll() is None:
+        send = os.killpg if whom == "group" else os.kill
+        send(process.pid, number)
+    _, errors = process.communicate(timeout=5)
+    assert "Traceback" not in errors, errors
+    return process.returncode
+
+
+STATUS = {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+def test_f7_the_command_is_interrupted_and_its_supervisor_killed_and_it_ends_the_same(tmp_path):
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    steps = ((signal.SIGKILL, "parent"), (signal.SIGINT, "parent"), (signal.SIGTERM, "group"))
+    for number, whom in steps:
+        process = command(out)
+        assert any("lanes at once" in line for line in process.stderr)  # it trains
+        assert interrupted(process, number, whom) == STATUS[number]
+        wait_until_free(out)
+        assert not (out / f"records/{PACKS[-1].lanes[0].name}.json").exists()  # not at its end
+    assert command(out).communicate(timeout=60)
+    visit(whole, LONG)
+    assert contents(out) == contents(whole)
+
+
+def test_f7_a_signal_before_the_worker_is_ready_is_not_lost(tmp_path):
+    process = supervisor(tmp_path)
+    time.sleep(0.01)  # the worker is an interpreter that begins
+    assert interrupted(process, signal.SIGINT, "group") == 130
+    assert not list(tmp_path.glob("records/*"))
+
+
+def test_f7_asked_twice_the_supervisor_does_not_wait_for_a_run_that_hangs(tmp_path):
+    process = supervisor(tmp_path, "HUNG")
+    while not (tmp_path / "checkpoints/pack-0001.pt.old").exists():  # it hangs two steps later
+        time.sleep(0.05)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None
+    assert interrupted(process, signal.SIGINT, "parent") == 130
+    assert Store(tmp_path, warn=pytest.fail).load(PACKS[0]) is not None
+
+
+@pytest.mark.faults
+def test_f1_f7_forty_real_processes_are_killed_or_interrupted_at_any_time(tmp_path):
+    """From the moment the supervisor starts its worker; the parent alone, or the whole group."""
+    draw, visits, sweeps = random.Random(7), 0, 0
+    visit(tmp_path / "whole", LONG)
+    while visits < 40:
+        out, status = tmp_path / f"{sweeps}", -1
+        while status != 0:
+            number, whom = draw.choice(list(STATUS)), draw.choice(("parent", "group"))
+            process = supervisor(out)
+            time.sleep(draw.uniform(0.001, 3))
+            status = interrupted(process, number, whom)
+            assert status in (0, STATUS[number])
+            visits += status != 0
+            wait_until_free(out)
+        assert contents(out) == contents(tmp_path / "whole")
+        sweeps += 1
+
+
+def wait_until_free(out: Path) -> None:
+    """A worker that has lost its supervisor saves and leaves, as the locks show."""
+    until = time.monotonic() + 5
+    for pack in PACKS if (out / "locks").exists() else ():
+        free = False
+        while not free:
+            assert time.monotonic() < until
+            with Store(out).claim(pack) as free:
+                pass
+
+
+REASONS = {
+    small_lab.RAISES: "ArithmeticError: no such root",
+    small_lab.MISSES: "FileNotFoundError: no table ?",
+    small_lab.HANGS: "its process said nothing for 5 s",
+    small_lab.KILLED: "its process was killed (SIGKILL: perhaps for want of memory)",
+    small_lab.LEAVES: "SystemExit: 0",
+    small_lab.UNSAVED: "local object",
+    small_lab.NONE: "AttributeError: 'NoneType' object has no attribute 'zero_grad'",
+    small_lab.TEXT: "AttributeError: 'str' object has no attribute 'zero_grad'",
+}
+
+
+def test_f8_runs_that_misbehave_fail_alone_and_are_tried_again(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    events: list[Any] = []
+    outcome = supervise(Job(MOODY, out, device="cpu", save_every=0), events.append, 5)
+    starts = [event["pack"] for event in events if event["kind"] == "start"]
+    assert len(starts) == len(set(starts)) == len(MOODY.lam)  # each is tried once
+    records = {record.lane.lam: record for record in Store(out).records()}
+    assert outcome.status == 1
+    assert len(outcome.failed) == len(REASONS)
+    for lam, reason in REASONS.items():
+        assert records[lam].status == "failed"
+        assert reason in records[lam].reason
+        assert any(reason in line for line in outcome.failed)
+
+    # Without them the others are the same, but for the list of λ that every record carries.
+    visit(tmp_path / "without", replace(MOODY, lam=GOOD))
+    for record in Store(tmp_path / "without").records():
+        mine = records[record.lane.lam]
+        assert replace(mine, settings={**mine.settings, "lam": list(GOOD)}) == record
+
+    # NaN is no failure, but never the best.
+    assert records[small_lab.SPOILS].diverged_at == 1
+    results = Results(MOODY, list(records.values()))
+    for metric in ("train_loss", "test_loss", "test_accuracy"):
+        assert results.best("small_lab:moody", metric).lam in GOOD
+
+    # What failed is tried again, and what was done is not touched.
+    monkeypatch.setenv("BEHAVE", "1")
+    visit(out, MOODY)
+    visit(tmp_path / "whole", MOODY)
+    spoiled = Lane("small_lab:moody", small_lab.SPOILS, 0)
+    number = MOODY.lam.index(small_lab.SPOILS) + 1
+    own = {f"records/{spoiled.name}.json", f"checkpoints/pack-{number:04d}.pt"}
+    a, b = contents(out), contents(tmp_path / "whole")
+    assert {k: v for k, v in a.items() if k not in own} == {
+        k: v for k, v in b.items() if k not in own
+    }
+
+
+@pytest.mark.parametrize("model", ["says_none", "says_text", "is_none"])
+def test_f8_a_network_that_is_none_or_answers_nonsense_fails(tmp_path, model):
+    events = visit(tmp_path, replace(SWEEP, program="lone", model=f"small_lab:{model}"))
+    told = [event for event in events if event["kind"] == "record"]
+    assert [event["status"] for event in told] == ["failed"] * len(SWEEP.lanes)
+    assert all(record.reason.startswith("AttributeError: ") for record in Store(tmp_path).records())
+
+
+def test_f8_a_network_that_answers_nan_is_never_the_best(tmp_path):
+    sweep = replace(SWEEP, program="lone", model="small_lab:says_nan")
+    visit(tmp_path, sweep)
+    results = Results(sweep, Store(tmp_path).records())
+    assert results.diverged("sgd") == 4
+    assert results.best_of_all("test_accuracy") is None
+
+
+def test_f8_a_run_that_fails_as_it_is_prolonged_keeps_its_record_and_says_so(tmp_path, monkeypatch):
+    short = replace(MOODY, lam=(small_lab.RAISES,))
+    monkeypatch.setenv("BEHAVE", "1")
+    visit(tmp_path, short)
+    before = contents(tmp_path / "records")
+    monkeypatch.delenv("BEHAVE")
+    events = visit(tmp_path, replace(short, epochs=4))
+    assert contents(tmp_path / "records") == before
+    assert [e["reason"] for e in events if e["kind"] == "record"] == [REASONS[small_lab.RAISES]]
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("/nowhere/python", "could not be started"),
+        ("/bin/false", "The training process ended with status 1 before it had begun"),
+    ],
+)
+def test_a_worker_that_cannot_start_is_told_in_a_sentence(tmp_path, monkeypatch, program, said):
+    monkeypatch.setattr(sys, "executable", program)
+    outcome = supervise(Job(SWEEP, tmp_path), lambda event: None)
+    assert outcome.status == 1
+    assert said in outcome.text
+
+
+def test_an_error_of_the_folder_ends_the_sweep_and_is_told(tmp_path):
+    visit(tmp_path)
+    outcome = supervise(Job(SWEEP, tmp_path, device="cpu"), lambda event: None)
+    assert outcome.status == 2
+    assert "holds a sweep made under other conditions (optimizers:" in outcome.text
