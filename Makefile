@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 MEASURED := --cov=wngrad --cov-report=term:skip-covered --cov-fail-under=95
 
-.PHONY: demo test test-integrations test-faults check figures format clean
+.PHONY: demo test test-integrations test-faults check conformance figures format clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/wngrad run digits
@@ -32,6 +32,11 @@ figures: $(VENV)/ready
 	  $(VENV)/bin/wngrad report $$name --records results/$$name.jsonl --out docs/figures/$$name; \
 	done
 
+# The published table; that some optimizer fails some probe (exit code 1) is a result.
+conformance: $(VENV)/peers
+	$(RUN) -m wngrad.conformance --everyone --json results/conformance.json \
+	  --markdown docs/conformance.md || test $$? -eq 1
+
 format: $(VENV)/ready
 	$(RUN) -m ruff format .
 	$(RUN) -m ruff check --fix .
@@ -45,6 +50,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 
 $(VENV)/integrations: $(VENV)/ready
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[integrations]"
+	touch $@
+
+$(VENV)/peers: $(VENV)/ready
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[peers]"
 	touch $@
 
 clean:

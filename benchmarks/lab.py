@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F  # noqa: N812
 
 from wngrad.lab.data import Data, load
 from wngrad.lab.programs import PROGRAMS, Lone, Program
@@ -47,11 +48,25 @@ def sequential(sweep: Sweep, data: Data, device: str) -> dict[str, float]:
         one = replace(sweep, optimizers=(name,), lam=(0.01,), seeds=(0,))
         program = Lone(one, packs(one.settings, one.seeds, None)[0], data, device)
         some = min(100, program.steps)
-        program._train(min(some, 20))  # warm-up
+        bare(program, min(some, 20))  # warm-up
         program._test()
-        found[name] = timed(program, lambda n=some, p=program: p._train(n)) * program.steps / some
+        found[name] = timed(program, lambda n=some, p=program: bare(p, n)) * program.steps / some
         found[name] += timed(program, program._test)
     return found
+
+
+def bare(program: Lone, steps: int) -> None:
+    """The loop that everyone writes, on a lone run's network, data and optimizer."""
+    model, opt, batch = program.models[0].train(), program.optimizers[0], program.sweep.batch
+    for k in range(steps):
+        index = program.order[0, k * batch : (k + 1) * batch]
+        opt.zero_grad()
+        loss = F.cross_entropy(
+            program._logits(model, program.train_x[index]), program.train_y[index]
+        )
+        loss.backward()
+        opt.step()
+        program.total[0] += loss.detach()
 
 
 def measure(name: str, device: str, folder: Path | None, repeats: int) -> dict[str, Any]:

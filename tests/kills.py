@@ -47,8 +47,6 @@ def forked(work: Callable[[], int]) -> int:
         try:
             os.setpgid(0, 0)
             status = work()
-        except SystemExit as leaving:
-            status = leaving.code
         except BaseException:
             traceback.print_exc()
         os._exit(status)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -93,10 +92,10 @@ def job(out: Path, sweep: Sweep = SWEEP) -> dict[str, Any]:
 
 
 def supervised(out: str, name: str = "LONG") -> None:
-    """What `wngrad run` does, without the command line."""
+    """What `wngrad run` does, without the command line, and without Python's own shutting down."""
     print("ready", flush=True)
     work = Job(globals()[name], Path(out), device="cpu", save_every=0)
-    sys.exit(supervise(work, lambda event: None).status)
+    os._exit(supervise(work, lambda event: None).status)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

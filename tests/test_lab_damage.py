@@ -159,6 +159,14 @@ def test_f5_a_run_with_a_damaged_checkpoint_says_so_and_ends_the_same(tmp_path, 
     assert ("starts anew" in said) == (which == "both")
 
 
+def test_f5_a_damaged_checkpoint_never_takes_the_place_of_the_good_one_before(tmp_path):
+    last = half_done(tmp_path) / "checkpoints" / f"{PACK.name}.pt"
+    good, before = last.read_bytes(), Path(f"{last}.old").read_bytes()
+    spoil(last, "cut")
+    Store(tmp_path).save(PACK, good)
+    assert (last.read_bytes(), Path(f"{last}.old").read_bytes()) == (good, before)
+
+
 @pytest.mark.parametrize("how", SPOILS)
 @pytest.mark.parametrize("name", ["sweep.json", f"records/{LANE.name}.json"])
 def test_f5_a_damaged_record_or_plan_is_made_again(tmp_path, whole, how, name):

@@ -259,7 +259,7 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 def test_a_function_of_the_user_gives_the_data(mine):
     made = Data("mine", *(torch.zeros(2, 5), torch.zeros(2).long()) * 2, 3, "f")
     mine.make = lambda: made
-    assert load("my_data:make") is made
+    assert torch.equal(load("my_data:make").train_x, made.train_x)
     assert (made.shape, made.published) == ((5,), None)
 
 
@@ -421,6 +421,7 @@ def test_an_odd_archive_is_read_without_writing_anything(home, tmp_path):
         (tar({}), "expected cifar-10-batches-bin/data_batch_1.bin, .* found no such files"),
         (tar({**CIFAR, "test_batch.bin": b"short"}), "test_batch.bin: .*3073 bytes, found 5"),
     ],
+    ids=["no archive", "cut", "empty", "short file"],  # gzip writes the time into its header
 )
 def test_a_wrong_archive_is_named(home, content, what):
     home.publish("cifar10", {TAR: content})

@@ -288,3 +288,52 @@ def test_the_loss_of_an_untrained_lane_is_that_of_its_network() -> None:
     model = models.build("mlp", (20,), 10, 4)
     expected = F.cross_entropy(model(data.test_x), data.test_y).item()
     assert p.curves["test_loss"][0][0] == pytest.approx(expected, rel=1e-5)
+
+
+def with_dropout(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(shape[0], 8), nn.Dropout(), nn.Linear(8, classes))
+
+
+def half_frozen(shape: tuple[int, ...], classes: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(shape[0], 8), nn.ReLU(), nn.Linear(8, classes))
+    model[0].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "why"), [("with_dropout", "Dropout"), ("half_frozen", "do not require a gradient")]
+)
+@pytest.mark.parametrize("kind", [Stacked, Branches])
+def test_what_cannot_train_side_by_side_is_refused_and_runs_alone(kind, model, why) -> None:
+    s = sweep(f"test_lab_programs:{model}", optimizers=("sgd",))
+    with pytest.raises(ValueError, match=why):
+        program(kind, s, blobs((20,)))
+    assert steps(program(Lone, s, blobs((20,))), 10).epoch == 1
+
+
+def test_an_optimizer_without_a_rule_is_named() -> None:
+    with pytest.raises(ValueError, match=r"`optimizers` must be of sgd, .* got foo"):
+        program(Stacked, sweep(optimizers=("sgd", "foo")), blobs((20,)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"optimizers": ()}, "optimizers"),
+        ({"lam": (0.1, 0.1)}, "lam"),
+        ({"lam": (-1.0,)}, "lam"),
+        ({"seeds": (-1,)}, "seeds"),
+        ({"batch": 0}, "batch"),
+        ({"epochs": 0}, "epochs"),
+        ({"weight_decay": float("nan")}, "weight_decay"),
+        ({"program": "bogus"}, "program"),
+        ({"precision": "int8"}, "precision"),
+    ],
+)
+def test_a_sweep_that_makes_no_sense_is_refused_at_the_door(changes, named) -> None:
+    with pytest.raises(ValueError, match=f"Sweep: .*`{named}`"):
+        sweep(**changes)
+
+
+def test_seeds_may_be_a_range() -> None:
+    assert sweep(seeds=range(2)).seeds == (0, 1)

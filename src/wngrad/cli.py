@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -125,7 +126,8 @@ def run(
     ] = None,
     note: Annotated[str, typer.Option(help="What a reader of the report must know.")] = "",
     patience: Annotated[
-        float | None, typer.Option(min=0, help="Seconds of silence after which a run has hung.")
+        float | None,
+        typer.Option(min=1, help="Seconds of silence (compilation is silent) to call a hang."),
     ] = None,
     save_every: Annotated[float, typer.Option(min=0, help="Seconds between checkpoints.")] = 30.0,
 ) -> None:
@@ -145,13 +147,15 @@ def run(
     job = Job(sweep, folder, data, device, note, save_every)
     with Watch(sweep.name) as watch:
         outcome = supervise(job, watch, patience)
-    again = " ".join(["wngrad", *sys.argv[1:]])
+    again = shlex.join(["wngrad", *sys.argv[1:]])
     if outcome.status in (130, 143):
         print(f"Stopped; everything so far is saved in {folder}. Go on with: {again}")
     elif outcome.text:
         _fail(outcome.text)
     else:
-        print(f"{watch.text()}. Records are in {folder}; next: wngrad report {recipe}")
+        where = [] if out is None else ["--out", str(out)]
+        following = shlex.join(["wngrad", "report", recipe, *where])
+        print(f"{watch.text()}. Records are in {folder}; next: {following}")
         for lane in outcome.failed:
             print(f"Failed: {lane}")
     raise typer.Exit(outcome.status)
@@ -175,15 +179,16 @@ def report(
         sweep = recipes.find(recipe)
         folder = out or Path("out") / sweep.name
         source = records or folder
-        _make(folder)
-        if source.is_dir():
-            store = Store(source, warn=lambda text: print(f"wngrad: {text}", file=sys.stderr))
-            found = store.records()
+        store = Store(source, warn=lambda text: print(f"wngrad: {text}", file=sys.stderr))
+        one_file = records is not None and not source.is_dir()
+        found = exported(source) if one_file else store.records()
+        written = report_.write(sweep, found, folder, recipe=recipe)
+        if not one_file:
             store.export(folder / "records.jsonl")
-        else:
-            found = exported(source)
-        for path in report_.write(sweep, found, folder):
+        for path in written:
             print(f"Wrote {path}.")
+    except ImportError as error:
+        _fail(f"reports need the extra `lab`: pip install 'wngrad[lab]' ({error}).")
     except (ValueError, Damaged, OSError) as error:
         _fail(str(error))
 

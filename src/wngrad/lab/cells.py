@@ -47,9 +47,10 @@ class Cell:
     sd: float | None  # the sample standard deviation; None for fewer than two seeds
     n: int  # seeds that did not diverge
     diverged: int  # seeds that did
+    by_seed: tuple[tuple[int, float], ...] = ()  # the values, to be paired with another cell's
 
     @classmethod
-    def of(cls, metric: Metric, values: Sequence[float]) -> Cell:
+    def of(cls, metric: Metric, values: Sequence[float], seeds: Sequence[int] = ()) -> Cell:
         """From one value per seed, nan where it diverged."""
         good = [v for v in values if math.isfinite(v)]
         n, lost = len(good), len(values) - len(good)
@@ -57,7 +58,7 @@ class Cell:
             return cls(metric, None, None, 0, lost)
         mean = sum(v / n for v in good)  # divided first: a sum of huge losses would overflow
         sd = math.hypot(*(v - mean for v in good)) / math.sqrt(n - 1) if n > 1 else None
-        return cls(metric, mean, sd, n, lost)
+        return cls(metric, mean, sd, n, lost, tuple(zip(seeds, values, strict=False)))
 
     @property
     def lanes(self) -> int:
@@ -116,6 +117,16 @@ def lead(first: Cell, second: Cell) -> Lead:
     """How far the first is ahead of the second; behind, if both diverged."""
     if math.inf in (first.cost, second.cost):
         return Lead(first.metric, math.inf if first.cost < second.cost else -math.inf, None)
-    errors = [c.sd / math.sqrt(c.n) for c in (first, second) if c.sd is not None]
-    error = math.hypot(*errors) if len(errors) == 2 else None
-    return Lead(first.metric, second.cost - first.cost, error)
+    return Lead(first.metric, second.cost - first.cost, _paired_error(first, second))
+
+
+def _paired_error(first: Cell, second: Cell) -> float | None:
+    """The standard error of the mean difference, seed by seed.
+
+    Lanes of one seed share their first weights and the order of the data, so that most of the
+    spread over the seeds is common to both cells and cancels.
+    """
+    mine, its = dict(first.by_seed), dict(second.by_seed)
+    gaps = [mine[seed] - its[seed] for seed in mine.keys() & its.keys()]
+    apart = Cell.of(first.metric, gaps)
+    return None if apart.sd is None else apart.sd / math.sqrt(apart.n)

@@ -244,7 +244,7 @@ class MoreRobust(Claim):
         for name in (self.robust, self.fragile):
             cells += [_cell(results, name, lam, ACCURACY) for lam in results.sweep.lam]
             lams = results.usable(name, self.within)
-            where = f" ({lam_text(min(lams))} to {lam_text(max(lams))})" if lams else ""
+            where = f" ({', '.join(map(lam_text, sorted(lams)))})" if lams else ""
             said.append(f"{label(name)} at {len(lams)} of {len(results.sweep.lam)} λ{where}")
             counts.append(len(lams))
         text = f"{', '.join(said)}; the best is {_top(results)}"

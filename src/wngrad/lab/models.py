@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 Factory = Callable[[tuple[int, ...], int], nn.Module]
 
@@ -90,6 +91,16 @@ def build(name: str, shape: tuple[int, ...], classes: int, seed: int) -> nn.Modu
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return factory(shape, classes)
+
+
+def why_not_together(model: nn.Module) -> str | None:
+    """What keeps networks like `model` from being trained side by side; None if nothing does."""
+    for layer in model.modules():
+        if isinstance(layer, (_DropoutNd, nn.RReLU)):  # which network draws first would matter
+            return f"it draws at random (a {type(layer).__name__})"
+    if not all(p.requires_grad for p in model.parameters()):
+        return "it has parameters that do not require a gradient"
+    return None
 
 
 def imported(name: str, argument: str, known: Iterable[str]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from wngrad.lab.cells import ACCURACY, Cell, label, lam_text
 from wngrad.lab.claims import Finding
 from wngrad.lab.figures import CEILING, MARKS, above, bar, height, looks
-from wngrad.lab.recipes import command
+from wngrad.lab.recipes import commands
 from wngrad.lab.results import Results
 from wngrad.lab.spec import METRICS, Metric
 
@@ -32,7 +32,9 @@ GLYPHS = {  # plotly's symbols as text
 }
 
 
-def render(results: Results, findings: Sequence[Finding], notes: Sequence[str]) -> str:
+def render(
+    results: Results, findings: Sequence[Finding], notes: Sequence[str], recipe: str = ""
+) -> str:
     """The page, as text."""
     from plotly.offline import get_plotlyjs
 
@@ -43,9 +45,10 @@ def render(results: Results, findings: Sequence[Finding], notes: Sequence[str]) 
         "claim": escape(sweep.claim),
         "facts": escape(results.facts()),
         "epoch": str(results.epochs),
-        "command": escape(command(sweep)),
+        "run": escape(commands(results, recipe)[0]),
+        "report": escape(commands(results, recipe)[1]),
         "marks": escape(MARKS),
-        "verdicts": escape(verdicts(findings)),
+        "verdicts": escape(verdicts(results, findings)),
         "findings": "".join(_finding(found) for found in findings),
         "optimizers": "".join(map(_optimizer, _optimizers(results))),
         "choices": _choices(results),
@@ -63,15 +66,22 @@ def render(results: Results, findings: Sequence[Finding], notes: Sequence[str]) 
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
 
 
-def verdicts(findings: Sequence[Finding]) -> str:
-    """How many of the claims hold."""
+def verdicts(results: Results, findings: Sequence[Finding]) -> str:
+    """How many of the claims hold, and whether that is the last word."""
     good, bad, unknown = (sum(f.holds is way for f in findings) for way in (True, False, None))
     rest = [
         f"{bad} {'does' if bad == 1 else 'do'} not" if bad else "",
         f"{unknown} cannot be judged" if unknown else "",
     ]
     first = f"{good} of {len(findings)} claims hold"
-    return "; ".join(part for part in (first, *rest) if part) + "."
+    text = "; ".join(part for part in (first, *rest) if part) + "."
+    seeds, sweep = len({lane.seed for lane in results.done}), results.sweep
+    if results.epochs < sweep.epochs or seeds < len(sweep.seeds):
+        text += (
+            f" Provisional: {results.epochs} of {sweep.epochs} epochs, "
+            f"{seeds} of {len(sweep.seeds)} seeds."
+        )
+    return text
 
 
 def embedded(value: Any) -> str:

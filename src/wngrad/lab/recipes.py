@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 from importlib import import_module
 
 from wngrad.lab.claims import (
@@ -15,6 +18,7 @@ from wngrad.lab.claims import (
     MoreRobust,
     Trains,
 )
+from wngrad.lab.results import Results
 from wngrad.lab.spec import Sweep
 
 FIGURE_1 = Sweep(
@@ -219,12 +223,15 @@ DIGITS = Sweep(
 RECIPES: dict[str, Sweep] = {sweep.name: sweep for sweep in (FIGURE_1, FIGURE_2, FIGURE_3, DIGITS)}
 
 
-def command(sweep: Sweep) -> str:
-    """What to type after `wngrad run`: the name, with what sets the sweep apart from its recipe."""
-    recipe = RECIPES.get(sweep.name, sweep)
-    epochs = f" --epochs {sweep.epochs}" if sweep.epochs != recipe.epochs else ""
-    seeds = f" --seeds {len(sweep.seeds)}" if sweep.seeds != recipe.seeds else ""
-    return f"{sweep.name}{epochs}{seeds}"
+def commands(results: Results, recipe: str = "") -> list[str]:
+    """What to type to make these very results again, and the report."""
+    name, sweep = recipe or results.sweep.name, results.sweep
+    seeds = len({lane.seed for lane in results.done})
+    words = ["wngrad", "run", name]
+    words += ["--epochs", str(results.epochs)] if results.epochs < sweep.epochs else []
+    words += ["--seeds", str(seeds)] if seeds < len(sweep.seeds) else []
+    words += ["--note", *results.notes()[:1]] if results.notes() else []
+    return [shlex.join(words), shlex.join(["wngrad", "report", name])]
 
 
 def find(name: str) -> Sweep:
@@ -232,10 +239,13 @@ def find(name: str) -> Sweep:
     if name in RECIPES:
         return RECIPES[name]
     module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` would
     try:
-        found = getattr(import_module(module), attribute) if attribute else None
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"lab: `recipe` {name!r} cannot be imported: {error}.") from error
+        found = getattr(import_module(module), attribute) if module and attribute else None
+    except Exception as error:  # whatever a user's file may raise
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"lab: `recipe` {name!r} cannot be imported: {what}.") from error
     if not isinstance(found, Sweep):
         raise ValueError(
             f"lab: `recipe` must be one of {', '.join(RECIPES)} or module:sweep, got {name!r}."

@@ -8,13 +8,18 @@ from pathlib import Path
 from wngrad.lab import figures, page
 from wngrad.lab.cells import label, lam_text
 from wngrad.lab.claims import Finding
-from wngrad.lab.recipes import command
+from wngrad.lab.recipes import commands
 from wngrad.lab.results import USABLE, Results
 from wngrad.lab.spec import Record, Sweep
 
 
 def write(
-    sweep: Sweep, records: Sequence[Record], out: Path, *, notes: Sequence[str] = ()
+    sweep: Sweep,
+    records: Sequence[Record],
+    out: Path,
+    *,
+    notes: Sequence[str] = (),
+    recipe: str = "",
 ) -> list[Path]:
     """Write report.html, figure.png, figure.svg and summary.md into `out`.
 
@@ -23,6 +28,7 @@ def write(
         records: what was run. Lanes that are missing or failed are named, never invented.
         out: a folder; made if need be.
         notes: remarks to print beside those of the records.
+        recipe: what the user calls the sweep on the command line, if not by its name.
 
     Returns:
         The files, the page first.
@@ -36,19 +42,21 @@ def write(
     html, png, svg, summary = (
         out / name for name in ("report.html", "figure.png", "figure.svg", "summary.md")
     )
-    html.write_text(page.render(results, findings, notes), encoding="utf-8")
+    html.write_text(page.render(results, findings, notes, recipe), encoding="utf-8")
     figures.write(results, notes, [png, svg])
-    summary.write_text(markdown(results, findings, notes), encoding="utf-8")
+    summary.write_text(markdown(results, findings, notes, recipe), encoding="utf-8")
     return [html, png, svg, summary]
 
 
-def markdown(results: Results, findings: Sequence[Finding], notes: Sequence[str] = ()) -> str:
+def markdown(
+    results: Results, findings: Sequence[Finding], notes: Sequence[str] = (), recipe: str = ""
+) -> str:
     """The summary: claims, best λ, and what it all rests on."""
     sweep = results.sweep
     lines = [
         f"# {sweep.name}: {label(sweep.dataset)}, {label(sweep.model)}",
         "",
-        f"{sweep.claim} {page.verdicts(findings)}",
+        f"{sweep.claim} {page.verdicts(results, findings)}",
         "",
         f"{results.facts()}. Every mean is over the seeds, ± one sample standard deviation; n is "
         "their number, or in the first table that of all lanes. Less than two standard errors of a "
@@ -58,7 +66,7 @@ def markdown(results: Results, findings: Sequence[Finding], notes: Sequence[str]
         "",
         *(["## Claims", "", *_claims(findings), ""] if findings else []),
         *["## Best λ", "", *_bests(results), ""],
-        *["## How it was made", "", *_made(results, notes), ""],
+        *["## How it was made", "", *_made(results, notes, recipe), ""],
         *["## What was left out", "", *_list(results.left_out() or ["Nothing."]), ""],
     ]
     return "\n".join(lines)
@@ -92,10 +100,9 @@ def _bests(results: Results) -> list[str]:
     ]
 
 
-def _made(results: Results, notes: Sequence[str]) -> list[str]:
+def _made(results: Results, notes: Sequence[str], recipe: str) -> list[str]:
     facts = [f"{key}: {value}" for key, value in results.provenance().items()]
-    what = command(results.sweep)
-    again = ["```sh", f"wngrad run {what}", f"wngrad report {results.sweep.name}", "```"]
+    again = ["```sh", *commands(results, recipe), "```"]
     return [*_list([*facts, *results.notes(), *notes]), "", "To make it again:", "", *again]
 
 

@@ -32,7 +32,11 @@ class Results:
 
     def __init__(self, sweep: Sweep, records: Sequence[Record]) -> None:
         latest = {record.lane: record for record in records}
-        mine = {lane: latest[lane] for lane in sweep.lanes if lane in latest}
+        mine = {
+            lane: latest[lane]
+            for lane in sweep.lanes
+            if lane in latest and _of(sweep, latest[lane])
+        }
         if not mine:
             raise ValueError(
                 f"report: `records` must hold a lane of the sweep {sweep.name!r}, got "
@@ -50,13 +54,23 @@ class Results:
         self, optimizer: str, lam: float, metric: Metric, epoch: int | None = None
     ) -> list[float]:
         """One value per seed that was run, nan if it diverged; at the last epoch unless told."""
+        return list(self._by_seed(optimizer, lam, metric, epoch).values())
+
+    def cell(self, optimizer: str, lam: float, metric: Metric, epoch: int | None = None) -> Cell:
+        found = self._by_seed(optimizer, lam, metric, epoch)
+        return Cell.of(metric, list(found.values()), list(found))
+
+    def _by_seed(
+        self, optimizer: str, lam: float, metric: Metric, epoch: int | None
+    ) -> dict[int, float]:
         at = self.epochs if epoch is None else epoch
         lanes = (Lane(optimizer, lam, seed) for seed in self.sweep.seeds)
         found = (self.done[lane] for lane in lanes if lane in self.done)
-        return [_value(r, metric, at) for r in found if 0 < at <= len(r.curves.get(metric, ()))]
-
-    def cell(self, optimizer: str, lam: float, metric: Metric, epoch: int | None = None) -> Cell:
-        return Cell.of(metric, self.values(optimizer, lam, metric, epoch))
+        return {
+            r.lane.seed: _value(r, metric, at)
+            for r in found
+            if 0 < at <= len(r.curves.get(metric, ()))
+        }
 
     def curve(self, optimizer: str, lam: float, metric: Metric) -> list[Cell]:
         """A cell for each epoch."""
@@ -66,7 +80,10 @@ class Results:
         """Where the mean of a metric (the sweep's `best_by`) is best; never where one diverged."""
         by = metric or self.sweep.best_by
         found = [Best(optimizer, lam, self.cell(optimizer, lam, by)) for lam in self.sweep.lam]
-        found = [best for best in found if best.cell.cost < math.inf]
+        most = max(
+            (best.cell.n for best in found), default=0
+        )  # a λ that lost seeds is not compared
+        found = [best for best in found if best.cell.cost < math.inf and best.cell.n == most]
         return min(found, key=lambda best: best.cell.cost, default=None)
 
     def best_of_all(self, metric: Metric) -> Best | None:
@@ -151,6 +168,12 @@ def few(items: Iterable[str], most: int = 6) -> str:
     every = list(items)
     more = f"; and {len(every) - most} more" if len(every) > most else ""
     return "; ".join(every[:most]) + more
+
+
+def _of(sweep: Sweep, record: Record) -> bool:
+    """Whether a record is of this experiment, and not of one that has lanes of the same name."""
+    said, same = record.settings, ("dataset", "model", "batch", "weight_decay")
+    return all(key not in said or said[key] == sweep.identity()[key] for key in same)
 
 
 def _value(record: Record, metric: Metric, epoch: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import platform
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 import wngrad
-from wngrad.lab import files
+from wngrad.lab import files, models
 from wngrad.lab.data import Data
 from wngrad.lab.programs import PROGRAMS, Program
 from wngrad.lab.spec import Lane, Pack, Record, Sweep
@@ -68,7 +69,8 @@ class Session:
             OSError: a file could not be written; it is named, and the last checkpoint is whole.
         """
         packs = self.store.open(self.sweep, conditions(self))
-        self.tell({"kind": "plan", "lanes": len(self.sweep.lanes), "epochs": self.sweep.epochs})
+        lanes = sum(len(pack.lanes) for pack in packs)
+        self.tell({"kind": "plan", "lanes": lanes, "epochs": self.sweep.epochs})
         for pack in packs:
             if self.stop():
                 raise Interrupted
@@ -204,11 +206,19 @@ def conditions(session: Session) -> dict[str, Any]:
     return {
         "precision": session.sweep.precision,
         "data": session.data.fingerprint,
+        "network": _network(session.sweep, session.data),
         "note": session.note,
         "wngrad": session.environment["wngrad"],
         "torch": session.environment["torch"],
         "device": session.environment["device"],
     }
+
+
+def _network(sweep: Sweep, data: Data) -> str:
+    """A fingerprint of the network: its layers as it prints them, and their shapes."""
+    model = models.build(sweep.model, data.shape, data.classes, 0)
+    said = f"{model} {[tuple(p.shape) for p in model.parameters()]}"
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -277,14 +287,15 @@ def _commit() -> str | None:
     if said := os.environ.get("WNGRAD_COMMIT"):
         return said
     try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        _git("ls-files", "--error-unmatch", Path(__file__).name)  # not a repository around us
+        return _git("describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+")
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip()
+
+
+def _git(*words: str) -> str:
+    folder = Path(__file__).parent
+    done = subprocess.run(
+        ["git", *words], cwd=folder, capture_output=True, text=True, timeout=10, check=True
+    )
+    return done.stdout.strip()

@@ -8,10 +8,11 @@ pack with each of its seeds.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from wngrad.lab.claims import Claim
@@ -86,6 +87,28 @@ class Sweep:
     curves_at: tuple[float, ...] = ()  # empty: each optimizer at its own best λ
     claims: tuple[Claim, ...] = ()
     cost: str = ""  # measured, with the machine
+
+    def __post_init__(self) -> None:
+        for name in ("optimizers", "lam", "seeds"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            if not getattr(self, name) or len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise ValueError(
+                    f"Sweep: `{name}` must be some values, each once, got {getattr(self, name)!r}."
+                )
+        for name, least in (("epochs", 1), ("batch", 1), ("weight_decay", 0)):
+            if not getattr(self, name) >= least:
+                raise ValueError(
+                    f"Sweep: `{name}` must be >= {least}, got {getattr(self, name)!r}."
+                )
+        if min(self.seeds) < 0 or not all(0 <= lam < math.inf for lam in self.lam):
+            raise ValueError(
+                f"Sweep: `seeds` and `lam` must be >= 0, got {self.seeds} and {self.lam}."
+            )
+        if self.program not in get_args(Kind) or self.precision not in get_args(Precision):
+            raise ValueError(
+                f"Sweep: `program` must be one of {get_args(Kind)} and `precision` one of "
+                f"{get_args(Precision)}, got {self.program!r} and {self.precision!r}."
+            )
 
     @property
     def settings(self) -> tuple[Setting, ...]:

@@ -68,8 +68,8 @@ def supervise(job: Job, tell: Callable[[Event], None], patience: float | None = 
             status = _run_once(job, lost, seen, patience, forwarded)
             failed |= seen.failed
             said = [f"{lane}: {reason}" for lane, reason in failed.items()]
-            if isinstance(status, int) and (seen.ended or status in (130, 143)):
-                return Outcome(status or int(bool(said)), seen.text, said)
+            if seen.status is not None:
+                return Outcome(seen.status or int(bool(said)), seen.text, said)
             if forwarded.signal:
                 return Outcome(128 + forwarded.signal, failed=said)
             if seen.pack is None or seen.pack in lost:
@@ -83,7 +83,7 @@ class _Seen:
 
     tell: Callable[[Event], None]
     pack: str | None = None
-    ended: bool = False
+    status: int | None = None  # with which it ends, if it has come to that
     text: str = ""
     failed: dict[str, str] = field(default_factory=dict)  # lanes, with reasons
     lost: dict[str, str] = field(default_factory=dict)  # their packs: not to be tried twice
@@ -96,7 +96,7 @@ class _Seen:
         elif kind == "record" and event["status"] == "failed":
             self.failed[event["lane"]] = self.lost[event["pack"]] = event["reason"]
         elif kind in ("finished", "interrupted", "error"):
-            self.ended, self.text = True, event.get("text", "")
+            self.status, self.text = event["status"], event.get("text", "")
 
 
 def _run_once(

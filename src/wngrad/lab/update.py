@@ -97,6 +97,12 @@ class Update:
     state: dict[str, list[State]] = field(init=False)  # for each run, for each parameter
 
     def __post_init__(self) -> None:
+        unknown = {s.optimizer for s in self.settings} - RULES.keys()
+        if unknown:
+            raise ValueError(
+                f"lab: `optimizers` must be of {', '.join(RULES)}, or any class with `program` = "
+                f"'lone', got {', '.join(sorted(unknown))}."
+            )
         like = self.params[0]
         self.lam = like.new_tensor([s.lam for s in self.settings])
         self.t = like.new_zeros(())

@@ -27,9 +27,9 @@ class _Stop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the supervisor held them back
 
     def _note(self, number: int, frame: object) -> None:
-        first, self.signal = not self.signal, number
-        if first and not self.begun:  # an import or a download may take long: leave now
-            raise SystemExit(128 + number)
+        self.signal = number
+        if not self.begun:  # An import or a download may take long, and may catch exceptions.
+            os._exit(128 + number)
 
     def __call__(self) -> bool:
         return bool(self.signal) or self.alone or os.getppid() != self.parent
@@ -44,6 +44,11 @@ def main(events: int, job: dict[str, Any]) -> int:
             os.write(events, (json.dumps(event) + "\n").encode())
         except BrokenPipeError:
             stop.alone = True
+
+    def last(status: int, kind: str, **what: str) -> int:
+        """Said as well: who is hit by a signal as it shuts down has another exit status."""
+        tell({"kind": kind, "status": status, **what})
+        return status
 
     import torch
 
@@ -71,13 +76,10 @@ def main(events: int, job: dict[str, Any]) -> int:
         stop.begun = True
         session.run()
     except Interrupted:
-        tell({"kind": "interrupted"})
-        return 128 + (stop.signal or signal.SIGTERM)
+        return last(128 + (stop.signal or signal.SIGTERM), "interrupted")
     except (ValueError, OSError, RuntimeError) as error:
-        tell({"kind": "error", "text": " ".join(str(error).split())})
-        return 2
-    tell({"kind": "finished"})
-    return 0
+        return last(2, "error", text=" ".join(str(error).split()))
+    return last(0, "finished")
 
 
 if __name__ == "__main__":

@@ -101,8 +101,13 @@ class _Branch:
 
     def __init__(self, program: Branches, lane: Lane) -> None:
         model = models.build(program.sweep.model, program.shape, program.classes, lane.seed)
+        if why := models.why_not_together(model):
+            raise ValueError(
+                f"lab: `model` {program.sweep.model!r} cannot train in branches: {why}; use "
+                "`program` = 'lone'."
+            )
         for layer in model.modules():
-            if isinstance(layer, nn.BatchNorm2d):
+            if isinstance(layer, nn.BatchNorm2d) and layer.momentum is not None:
                 layer.num_batches_tracked = None  # counted only for a mean that is not used here
         self.model = model.to(program.device, program.dtype)
         self.buffers = dict(self.model.named_buffers())

@@ -21,7 +21,7 @@ class Stacked(Fused):
     def __init__(self, sweep: Sweep, pack: Pack, data: Data, device: str | torch.device) -> None:
         super().__init__(sweep, pack, data, device)
         built = [models.build(sweep.model, self.shape, self.classes, s) for s in pack.seeds]
-        why = stack.why_not(built[0])
+        why = stack.why_not(built[0]) or models.why_not_together(built[0])
         if why is not None:
             raise ValueError(f"lab: `model` {sweep.model!r} cannot be stacked: {why}.")
         self.stack = stack.Stack(cast(nn.Sequential, built[0]), self.compiled)

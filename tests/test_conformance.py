@@ -1,0 +1,233 @@
+"""The conformance kit: our optimizers pass, broken ones fail, and nothing disturbs the table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from broken import BROKEN, MISBEHAVED, Plain
+from wngrad.conformance import PROBES, Failed, NotApplicable, check, light_probes
+from wngrad.conformance.__main__ import main
+from wngrad.conformance.runner import Outcome, judged, run_probes
+from wngrad.conformance.subject import PROFILES, Profile
+from wngrad.conformance.table import BEGIN, END, EVERYONE, Row, markdown, parse, record, show
+
+ROOT = Path(__file__).parents[1]
+LIGHT = [name for name, probe in PROBES.items() if not probe.distributed]
+OURS = [
+    one
+    for target, kwargs in map(parse, EVERYONE["wngrad"])
+    for one in light_probes(target, **(kwargs or {}))
+]
+# b only grows, so a spike ends the learning where momentum has carried the parameters by then.
+KNOWN = {("wngrad:WNGrad", "momentum", "gradient spike")}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """As in a probe's own process; threads that wait for each other make small steps slow."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("probe", OURS, ids=lambda c: f"{c.target}-{c.kwargs}-{c}")
+def test_our_optimizers_pass_every_probe_that_applies(probe):
+    known = (probe.target, *(probe.kwargs or {}), probe.probe) in KNOWN
+    try:
+        probe()
+    except NotApplicable:
+        assert probe.probe in ("sparse", "loss scale")
+    except Failed:
+        assert known
+    else:
+        assert not known
+
+
+@pytest.mark.parametrize("name", LIGHT)
+@pytest.mark.parametrize("target", ["torch.optim:SGD", "torch.optim:AdamW", "broken:Plain"])
+def test_sgd_and_adamw_pass_what_applies_to_them(target, name):
+    found = judged(target, None, name)
+    assert found["status"] in ("pass", "not applicable"), found["detail"]
+    if found["status"] == "not applicable":
+        assert name in ("sparse", "loss scale", "mismatched state")
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_every_probe_fails_on_an_optimizer_broken_for_it(name):
+    cls, reason = BROKEN[name]
+    target = f"broken:{cls.__name__}"
+    if name == "quiet":  # pytest listens to stdout itself
+        (outcome,) = run_probes(target, None, [name])
+        found = {"status": outcome.status, "detail": outcome.detail}
+    else:
+        found = judged(target, None, name)
+    assert found["status"] == "fail"
+    assert reason in found["detail"]
+
+
+def test_there_is_a_broken_optimizer_for_every_probe():
+    assert BROKEN.keys() == PROBES.keys()
+
+
+@pytest.mark.parametrize(
+    ("target", "usage"),
+    [
+        ("broken:NeedsTraining", "NeedsTraining(params), step(), train() and eval()"),
+        ("broken:NeedsTheLoss", "NeedsTheLoss(params), step(loss=loss)"),
+        ("broken:NeedsARate", "NeedsARate(params, lr=0.01), step()"),
+        ("torch.optim:LBFGS", "LBFGS(params), step(closure)"),
+    ],
+)
+def test_an_optimizer_is_used_as_its_authors_say(target, usage, monkeypatch):
+    monkeypatch.setitem(PROFILES, "broken:NeedsTheLoss", Profile(takes="loss"))
+    for name in ("made", "resume", "closure", "GradScaler", "rollback after NaN", "bfloat16"):
+        found = judged(target, None, name)
+        assert found["usage"] == usage
+        assert found["status"] == "pass" or (target, name) == ("torch.optim:LBFGS", "GradScaler")
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "reason"),
+    [
+        ("broken:RefusesGroups", "late group", "it refuses: RefusesGroups takes one group"),
+        ("broken:RefusesGroups", "per-group lr", "it refuses: RefusesGroups takes one group"),
+        ("torch.optim:AdamW", "sparse", "it refuses: Adam does not support sparse gradients"),
+        ("torch.optim:Rprop", "lr = 0 group", "lr is only where its own step sizes start"),
+        ("torch.optim:SGD", "mismatched state", "it keeps no state"),
+    ],
+)
+def test_what_an_optimizer_refuses_or_excludes_does_not_apply(target, name, reason):
+    found = judged(target, None, name)
+    assert found["status"] == "not applicable"
+    assert found["detail"].startswith(reason)
+
+
+def test_an_error_from_inside_a_tensor_operation_is_no_refusal():
+    found = judged("broken:NeverForgetsASpike", None, "complex")
+    assert found["status"] == "fail"
+    assert "complex" in found["detail"]
+
+
+def test_state_that_needs_pickle_is_a_failure_to_resume():
+    found = judged("broken:KeepsAnObject", None, "resume")
+    assert found["status"] == "fail"
+    assert found["detail"].startswith("its state is not plain data: torch.load(weights_only=True)")
+
+
+@pytest.mark.parametrize("target", MISBEHAVED)
+def test_misbehaviour_is_a_row_that_says_so_and_the_next_row_is_unharmed(target):
+    first, second = run_probes(target, None, ["made", "quiet"], timeout=2)
+    assert first.status == "fail"
+    assert MISBEHAVED[target] in first.detail
+    assert second.status == "not run"
+    (after,) = run_probes("broken:Plain", None, ["made"])
+    assert after.status == "pass"
+
+
+def test_what_an_optimizer_prints_is_kept_from_the_terminal(capfd):
+    (outcome,) = run_probes("broken:Chatty", None, ["deepcopy"])
+    assert outcome.status == "pass"
+    assert outcome.printed.startswith("Stepping!")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_class_is_found_by_its_module_and_a_local_one_is_refused():
+    assert light_probes(Plain)[0].target == "broken:Plain"
+
+    class Local(Plain):
+        pass
+
+    with pytest.raises(ValueError, match=r"another process can import, got .*Local"):
+        light_probes(Local)
+
+
+def test_check_returns_every_outcome(monkeypatch):
+    monkeypatch.setattr(
+        "wngrad.conformance.run_probes", lambda *job: [Outcome("made", "pass"), job]
+    )
+    assert check("broken:Plain", lr=0.5)[1] == ("broken:Plain", {"lr": 0.5})
+
+
+# ------------------------------------------------------------------ the command line
+
+
+def test_the_command_line_prints_a_table_and_json(capsys, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"# Mine\n\n{BEGIN}{END}The end.\n")
+    only = ["--only=made,quiet,resume", "--json=-", f"--markdown={page}"]
+    code = main(["broken:CountsInAnAttribute(lr=0.2)", "torch.optim:SGD", *only, "--skip=quiet"])
+    assert code == 1
+    text = capsys.readouterr().out
+    found = json.loads(text[text.index("\n{\n") :])
+    first, second = found["optimizers"]
+    assert [o["status"] for o in first["outcomes"]] == ["pass", "fail"]
+    assert first["usage"] == "CountsInAnAttribute(params, lr=0.2), step()"
+    assert [o["status"] for o in second["outcomes"]] == ["pass", "pass"]
+    assert "resume: eight steps after resuming, parameters differ by" in page.read_text()
+    assert page.read_text().endswith("The end.\n")
+
+
+def test_nothing_failed_is_exit_code_zero_and_kwargs_are_passed_on(capsys):
+    assert main(["broken:NeedsArgument", "--kwargs", '{"total_steps": 9}', "--only=made"]) == 0
+    assert "NeedsArgument(params, total_steps=9)" in capsys.readouterr().out
+
+
+def test_without_rich_the_table_is_plain_text(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    show(Row("a:B", [Outcome("made", "pass"), Outcome("resume", "fail", "[red]no")]))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "a:B: 1 pass, 1 fail"
+    assert lines[2].split() == ["✗", "resume", "[red]no"]
+
+
+def test_the_probes_are_listed_and_explained(capsys):
+    assert main(["--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == list(PROBES)
+    assert main(["--explain"]) == 0
+    said = capsys.readouterr().out
+    for probe in PROBES.values():
+        assert all(line in said for line in (probe.name, probe.does, probe.why, probe.failing))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ([], "name an optimizer as module:Class"),
+        (["torch.optim.SGD"], "must be module:Class"),
+        (["torch.optim:SGD(0.1)"], "must be module:Class"),
+        (["torch.optim:SGD(lr=x)"], "must be module:Class"),
+        (["torch.optim:SGD", "--only=spelling"], "no probe is called spelling"),
+        (["torch.optim:SGD", "--kwargs=[1]"], "--kwargs must be a JSON object"),
+        (["torch.optim:SGD", "--kwargs={"], "Expecting property name"),
+        (["torch.optim:SGD", "--markdown=no/such/page.md"], "No such file"),
+        (["torch.optim:SGD", f"--markdown={ROOT / 'README.md'}"], "must have the lines"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_two(arguments, rule, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert rule in capsys.readouterr().err.splitlines()[-1]
+
+
+# --------------------------------------------------------------------- the docs page
+
+
+def test_the_published_table_is_what_the_record_says():
+    found = json.loads((ROOT / "results" / "conformance.json").read_text())
+    page = (ROOT / "docs" / "conformance.md").read_text()
+    assert f"{BEGIN}\n{markdown(found)}\n{END}" in page
+    names = [text for texts in EVERYONE.values() for text in texts]
+    assert [optimizer["name"] for optimizer in found["optimizers"]] == names
+    assert all(version != "not installed" for version in found["versions"].values())
+
+
+def test_a_package_that_is_missing_is_named_as_such():
+    found = record([Row("no_such_module:Nothing", [Outcome("made", "fail", "…")])], "make")
+    assert found["versions"]["no_such_module"] == "not installed"
