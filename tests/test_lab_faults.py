@@ -339,4 +339,4 @@ def test_two_sessions_in_a_folder_leave_each_other_their_packs(tmp_path):
     assert contents(out) == contents(tmp_path / "whole")
 
 
-CONDITIONS = ("precision", "data", "note", "wngrad", "torch", "device")
+CONDITIONS = ("precision", "data", "network", "note", "wngrad", "torch", "device")

@@ -12,7 +12,7 @@ import sys
 import tarfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -113,10 +113,7 @@ def _own(name: str) -> Data:
     found = imported(name, "dataset", ("digits", *SOURCES))()
     if not isinstance(found, Data):
         raise DataError(f"lab: `dataset` {name!r} must return a Data, got {found!r}.")
-    digest = hashlib.sha256()
-    for t in (found.train_x, found.train_y, found.test_x, found.test_y):
-        digest.update(t.contiguous().numpy().tobytes())
-    return replace(found, fingerprint=digest.hexdigest())  # whatever the author called it
+    return found
 
 
 # From bytes to Data.
