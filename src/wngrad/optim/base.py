@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast, overload
+from typing import Any, NoReturn, cast, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from wngrad.optim import blocks, door, report, sharded, state
+from wngrad.optim import blocks, door, fused, report, sharded, state
 from wngrad.optim.pieces import Family, Proposal, piece
 from wngrad.optim.state import SMALL, Group, shape_of
 from wngrad.optim.update import commit, propose
@@ -20,6 +20,10 @@ class BlockOptimizer(Optimizer):
 
     _buffer: str  # the name of the buffer of the parameter's size
     _counts_blocks: bool  # whether t is kept for every block, or once for the parameter
+    _fraction: str  # the name of μ or β
+
+    # A GradScaler then sets `grad_scale` and `found_inf` before a step, and waits for nothing.
+    _step_supports_amp_scaling = True
 
     def _checked(self, group: Group) -> Group:
         """The settings a subclass adds, checked and as plain data."""
@@ -55,18 +59,63 @@ class BlockOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.set_grad_enabled(any(g["differentiable"] for g in self.param_groups)):
-            if self._untraceable():
-                self._eager_update()
-            else:
-                self._update()
+            if torch.compiler.is_compiling() or not self._step_again():
+                if self._untraceable():
+                    self._eager_update()
+                else:
+                    self._update()
         return loss
 
     def _update(self) -> None:
-        # Whatever can fail, fails before the first commit.
-        proposals = propose(self._families())
+        # Whatever can fail, fails before the first launch or commit.
+        families = self._families()
+        plan, glance = None, None
+        if not torch.compiler.is_compiling() and fused.possible(self):
+            plan, glance = self._plan(families)
+            families = [f for f in families if f.pieces[0].param in plan.left]
+        proposals = propose(families)
         self._refuse_nonfinite(proposals)
+        if plan is not None and glance is not None:
+            self._launch(plan, glance)
         for proposal in proposals:
             commit(proposal, self._move, self._buffer, self._counts_blocks)
+
+    # ----------------------------------------------------------------- the fused step
+
+    def _step_again(self) -> bool:
+        """Take the step if an earlier one was like it, all of it fused."""
+        if not fused.possible(self):
+            return False
+        glance = fused.look(self)
+        plan = self._engine.earlier(glance)
+        if plan is None or glance is None or plan.left:
+            return False
+        self._launch(plan, glance)
+        return True
+
+    def _plan(self, families: list[Family]) -> tuple[fused.Plan, fused.Look]:
+        glance = fused.look(self)
+        assert glance is not None  # its families have been made
+        plan = self._engine.earlier(glance) or self._engine.plan(self, families, glance)
+        for family in families:
+            param = family.pieces[0].param
+            if family.group["fused"] and param in plan.left:
+                raise ValueError(
+                    f"{self._owner}: `fused` is True, but a parameter of shape "
+                    f"{tuple(param.shape)} cannot take the fused step: {plan.left[param]}."
+                )
+        return plan, glance
+
+    def _launch(self, plan: fused.Plan, glance: fused.Look) -> None:
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if (bad := plan.run(glance, scale, found)) is not None:
+            self._refuse(*bad)
+
+    @property
+    def _engine(self) -> fused.Engine:
+        """The plans of fused steps; made again after a copy, since none of it is state."""
+        mine: fused.Engine = self.__dict__.setdefault("_fused_engine", fused.Engine())
+        return mine
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _eager_update(self) -> None:
@@ -93,11 +142,14 @@ class BlockOptimizer(Optimizer):
         bad = sharded.over_ranks([(~p.finite).sum() for p in asked], [p.piece.param for p in asked])
         for count, (_, part, _, _) in zip(bad, asked, strict=True):
             if count:
-                raise ValueError(
-                    f"{self._owner}: `nonfinite` is 'raise', and the gradient of {count} blocks or "
-                    f"more of a parameter of shape {tuple(part.param.shape)} is not finite or too "
-                    f"large. Nothing was changed."
-                )
+                self._refuse(part.param, count)
+
+    def _refuse(self, p: Tensor, count: int) -> NoReturn:
+        raise ValueError(
+            f"{self._owner}: `nonfinite` is 'raise', and the gradient of {count} blocks or more of "
+            f"a parameter of shape {tuple(p.shape)} is not finite or too large. Nothing was "
+            f"changed."
+        )
 
     # ------------------------------------------------------- families and state
 
@@ -119,14 +171,14 @@ class BlockOptimizer(Optimizer):
     ) -> Iterator[Family]:
         if not isinstance(lam, Tensor) and lam == 0:
             return  # A step without rate changes nothing.
-        params = group["params"]
+        params, scale = group["params"], getattr(self, "grad_scale", None)
         held = {i for i, p in enumerate(params) if group["hold_1d"] and p.dim() == 1}
         joint = group["joint"] or group["per"] == "model"
         free = [i for i in live if i not in held]
         for i in live:
             if i in held or not joint:
                 part = piece(params[i], self.state[params[i]], self._buffer, alone=True)
-                yield Family(group, lam, [part], [], hold=i in held)
+                yield Family(group, lam, [part], [], hold=i in held, scale=scale)
         if joint and free:
             alone = len(params) == 1
             parts = [piece(params[i], self.state[params[i]], self._buffer, alone) for i in free]
@@ -135,11 +187,17 @@ class BlockOptimizer(Optimizer):
                 for i, p in enumerate(params)
                 if i not in held and i not in live and "b" in self.state.get(p, {})
             ]
-            yield Family(group, lam, parts, absent, hold=False)
+            yield Family(group, lam, parts, absent, hold=False, scale=scale)
 
     def _lam(self, group: Group) -> float | Tensor:
         lr = group["lr"]
-        return door.scalar(self._owner, lr) if isinstance(lr, Tensor) else cast(float, lr)
+        lam = door.scalar(self._owner, lr) if isinstance(lr, Tensor) else cast(float, lr)
+        found: Tensor | None = getattr(self, "found_inf", None)
+        if found is None or (not isinstance(lam, Tensor) and lam == 0):
+            return lam
+        # A scaler has found an inf: a step without rate changes nothing.
+        wide = torch.as_tensor(lam, dtype=torch.float64, device=found.device)
+        return torch.where(found.reshape(()) != 0, 0.0, wide)
 
     def _wanted(self, group: Group, i: int) -> dict[str, blocks.Shape]:
         buffer = self._buffer if self._buffered(group) else None
@@ -175,6 +233,11 @@ class BlockOptimizer(Optimizer):
         for p, shape in zip(tensors, shapes, strict=True):
             sharded.check(self._owner, p, shape)
             door.representable(self._owner, group["b_init"], state.b_dtype(p))
+            if group["fused"] and (reason := fused.why_not_at_all(p, group)) is not None:
+                raise ValueError(
+                    f"{self._owner}: `fused` is True, but a parameter of shape {tuple(p.shape)} "
+                    f"cannot take the fused step: {reason}."
+                )
         if group["joint"]:
             sharded.check_joint(self._owner, tensors, shapes)
         super().add_param_group(group)
@@ -215,13 +278,14 @@ class BlockOptimizer(Optimizer):
             self.register_load_state_dict_pre_hook(check),
             self.register_load_state_dict_post_hook(widen, prepend=True),
         ]
-        blocks_of = [group["per"] for group in self.param_groups]
+        blocks_of = [(group["per"], group["fused"]) for group in self.param_groups]
         try:
             super().load_state_dict(state_dict)
         finally:
             for hook in hooks:
                 hook.remove()
-        for group, per in zip(self.param_groups, blocks_of, strict=True):
+        for group, (per, fuse) in zip(self.param_groups, blocks_of, strict=True):
+            group["fused"] = fuse  # That is for the machine to say, not for the checkpoint.
             if isinstance(per, list):  # Shapes are in the order of our parameters, not the file's.
                 group["per"] = per
 
@@ -236,6 +300,19 @@ class BlockOptimizer(Optimizer):
                 )
 
     # ------------------------------------------------------------ see what it does
+
+    def why_plain(self) -> dict[Tensor, str]:
+        """The parameters that do not take the fused step, each with the reason.
+
+        Before the first step, those that never can; after a step, as it was taken.
+        """
+        latest = self._engine.latest
+        return {
+            p: reason
+            for group in self.param_groups
+            for p in group["params"]
+            if (reason := fused.why_plain(p, group, latest)) is not None
+        }
 
     def rates(self) -> dict[Tensor, Tensor]:
         """The effective rates λ/b of every parameter that has stepped, in the shape of its b.

@@ -91,12 +91,14 @@ def nonfinite(owner: str, value: object) -> str:
 
 def common(owner: str, group: dict[str, Any]) -> dict[str, Any]:
     """The settings both optimizers have, checked and as plain data."""
-    flags = ("decoupled_weight_decay", "hold_1d", "joint", "maximize", "differentiable")
+    flags = ["decoupled_weight_decay", "hold_1d", "joint", "maximize", "differentiable"]
+    flags.append("stochastic_rounding")
     return {
         "lr": rate(owner, group["lr"]),
         "b_init": b_init(owner, group["b_init"]),
         "weight_decay": finite(owner, "weight_decay", group["weight_decay"]),
         "nonfinite": nonfinite(owner, group["nonfinite"]),
+        "fused": None if group["fused"] is None else flag(owner, "fused", group["fused"]),
         **{name: flag(owner, name, group[name]) for name in flags},
     }
 

@@ -38,6 +38,7 @@ class Family:
     pieces: list[Piece]
     absent: list[Tensor]  # the b of relatives without a gradient in this step
     hold: bool  # b stays at b₁
+    scale: Tensor | None = None  # what a GradScaler has multiplied the gradient by
 
 
 class Proposal(NamedTuple):

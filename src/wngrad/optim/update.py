@@ -14,6 +14,7 @@ from torch import Tensor
 from wngrad import rule
 from wngrad.optim import blocks, sharded
 from wngrad.optim.pieces import Family, Piece, Proposal
+from wngrad.optim.rounding import rounded
 from wngrad.optim.state import Group
 
 Cuts = tuple[Any, ...]  # process groups
@@ -45,6 +46,8 @@ def _propose(family: Family, norms: list[Tensor]) -> list[Proposal]:
         finite = torch.isfinite(new) & torch.isfinite(sq)
         # An infinite b would freeze the block for ever, and in silence. NaN shows.
         new = torch.where(torch.isinf(new), torch.nan, new)
+        if isinstance(lam, Tensor):  # A step without rate changes nothing.
+            new, finite = torch.where(lam != 0, new, b), finite | (lam == 0)
         proposals.append(Proposal(family, part, new, finite))
     return proposals
 
@@ -58,16 +61,20 @@ def commit(proposal: Proposal, move: Move, buffer: str, counts_blocks: bool) -> 
         t = torch.where(live, state["t"] + 1, state["t"])
     divisor = torch.where(b == 0, 1, b)  # where there is no b yet nothing is written
     buffers = state.get(buffer)
+    done = 0
     for p, g, b_, t_, on, buf in _chunks(group, part.p, part.g, divisor, t, live, buffers):
         x = _working(p, copy=group["differentiable"])
         m = None if buf is None else _working(buf, copy=group["differentiable"])
-        g_ = _gradient(p, g, group)
+        g_ = _gradient(p, g, family)
         if group["decoupled_weight_decay"] and group["weight_decay"]:
             x = rule.decay(x, family.lam, group["weight_decay"])
         x, m = move(x, g_, b_, m, t_, family)
         if buf is not None:
             buf.copy_(m if on is None else torch.where(on, cast(Tensor, m), buf))
+        if group["stochastic_rounding"] and p.dtype == torch.bfloat16:
+            x = rounded(x, t_, done)
         p.copy_(x if on is None else torch.where(on, x, p))
+        done += p.numel()
     if group["nonfinite"] == "skip":
         b = torch.where(finite, b, state["b"])
         state["skipped"].add_(~finite)
@@ -106,9 +113,11 @@ def _working(t: Tensor, *, copy: bool = False) -> Tensor:
     return t.to(torch.promote_types(t.dtype, torch.float32), copy=copy)
 
 
-def _gradient(p: Tensor, g: Tensor, group: Group) -> Tensor:
-    """The gradient the rule sees: of −f if maximizing, with coupled weight decay in it."""
-    g = _working(g)
+def _gradient(p: Tensor, g: Tensor, family: Family) -> Tensor:
+    """The gradient the rule sees: unscaled, of −f if maximizing, with coupled decay in it."""
+    g, group = _working(g), family.group
+    if family.scale is not None:
+        g = g / family.scale.to(g.device).reshape(())
     if group["maximize"]:
         g = -g
     if group["weight_decay"] and not group["decoupled_weight_decay"]:
@@ -121,12 +130,11 @@ def _chunks(group: Group, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
     return blocks.chunks(whole, *cast(tuple[Tensor, ...], tensors))
 
 
-def _sq_norm(part: Piece, group: Group) -> Tensor:
+def _sq_norm(part: Piece, family: Family) -> Tensor:
     """‖g‖² of each block of a piece, on this rank."""
     shape = tuple(part.state["b"].shape)
-    sums = [
-        blocks.sq_norm(_gradient(p, g, group), shape) for p, g in _chunks(group, part.p, part.g)
-    ]
+    pairs = _chunks(family.group, part.p, part.g)
+    sums = [blocks.sq_norm(_gradient(p, g, family), shape) for p, g in pairs]
     if len(sums) == 1:
         return sums[0]
     return torch.stack(sums).sum(0) if shape[0] == 1 else torch.cat(sums)
@@ -140,7 +148,7 @@ class _Norms(NamedTuple):
 
 
 def _norms(family: Family) -> _Norms:
-    like = [_sq_norm(part, family.group) for part in family.pieces]
+    like = [_sq_norm(part, family) for part in family.pieces]
     sums: dict[Cuts, Tensor] = {}  # what the same ranks share is summed up first
     for part, sq in zip(family.pieces, like, strict=True):
         flat = sq.flatten().to(like[0].device)

@@ -36,6 +36,7 @@ class WNAdam(BlockOptimizer):
     """
 
     _buffer = "m"
+    _fraction = "beta"
     _counts_blocks = True
 
     def __init__(
@@ -53,6 +54,8 @@ class WNAdam(BlockOptimizer):
         nonfinite: Nonfinite = "propagate",
         maximize: bool = False,
         differentiable: bool = False,
+        fused: bool | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         settings: dict[str, Any] = {
             "lr": lr,
@@ -66,6 +69,8 @@ class WNAdam(BlockOptimizer):
             "nonfinite": nonfinite,
             "maximize": maximize,
             "differentiable": differentiable,
+            "fused": fused,
+            "stochastic_rounding": stochastic_rounding,
         }
         super().__init__(params, settings)
 

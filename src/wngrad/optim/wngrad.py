@@ -43,6 +43,11 @@ class WNGrad(BlockOptimizer):
             "raise" (before anything changes).
         maximize: go up instead of down.
         differentiable: let autograd see the step.
+        fused: take the step in one kernel that reads and writes everything once. None: where that
+            is possible (CUDA, with Triton); True: insist, or say why not; False: never. See
+            `why_plain`.
+        stochastic_rounding: round new bfloat16 parameters up or down at random, so that updates too
+            small for the type are not lost.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -59,6 +64,7 @@ class WNGrad(BlockOptimizer):
     """
 
     _buffer = "momentum_buffer"
+    _fraction = "momentum"
     _counts_blocks = False
 
     def __init__(
@@ -76,6 +82,8 @@ class WNGrad(BlockOptimizer):
         nonfinite: Nonfinite = "propagate",
         maximize: bool = False,
         differentiable: bool = False,
+        fused: bool | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         settings: dict[str, Any] = {
             "lr": lr,
@@ -89,6 +97,8 @@ class WNGrad(BlockOptimizer):
             "nonfinite": nonfinite,
             "maximize": maximize,
             "differentiable": differentiable,
+            "fused": fused,
+            "stochastic_rounding": stochastic_rounding,
         }
         super().__init__(params, settings)
 

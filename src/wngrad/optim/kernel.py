@@ -1,0 +1,464 @@
+"""The fused step for CUDA, in Triton: the only second spelling of the rule.
+
+`wngrad.optim.update` is the reference; `tests/test_fused.py` holds this file to it, on a GPU and,
+in Triton's interpreter, on any machine. `wngrad.optim.fused` lays out the tables and launches.
+
+A block of entries that share one b is a *row*; a *tile* is some whole rows, or one piece of a long
+one, that a program works through at once. `step_tiles` does a tile's norms, b and move in one pass:
+each gradient is read once, each parameter read and written once. Where a row is too long for that,
+or parameters share their b, `step_tiles` sums the squares (SUMS), `settle_rows` finds every new b,
+and `step_tiles` moves (MOVES). Sums of squares and b's recursion are in float64, as in the
+reference, everything else in float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# The words of a parameter's record.
+P, B, BUF, T, SKIPPED, LENGTH, ROWS, PIECES, PIECE = map(tl.constexpr, range(9))
+FIRST, SPAN, GROUP, HOLD, PARTS, ROOM, WORDS = map(tl.constexpr, range(9, 16))
+PARAMETERS = tl.constexpr(2**24)  # at most: a program's word is that times the kind, and an index
+# The words of a group's settings.
+LAM, LAM_KIND, MU, LOG_MU, DECAY_RATE, START, SIGN, SETTINGS = map(tl.constexpr, range(8))
+# The words of a strided layout: sizes, then for each of p, g and the buffer two strides between
+# rows and four within one.
+LAYOUT = tl.constexpr(22)
+# The words of a family, and of a member of one.
+F_ROWS, F_RUN, F_RUNS, F_MEMBER, F_MEMBERS, F_GROUP, F_HOLD, F_FIRST, F_WORDS = map(
+    tl.constexpr, range(9)
+)
+M_B, M_T, M_SKIPPED, M_ROOM, M_PRESENT, M_WORDS = map(tl.constexpr, range(6))
+
+ALL, SUMS, MOVES = map(tl.constexpr, range(3))  # what step_tiles does
+PLAIN, MOMENTUM, ADAM = map(tl.constexpr, range(3))  # Algorithms 3, 3 with momentum, and 4
+NONE, COUPLED, DECOUPLED = map(tl.constexpr, range(3))  # weight decay
+# A tile's shape is its kind: 2^kind columns, and as many rows as the tile holds. Then whether
+# loads can be 16 bytes wide, or need an address for each element.
+LOOSE, STRIDED, KINDS_END = map(tl.constexpr, (16, 32, 48))
+ROOM_FOR_B = tl.constexpr(16)  # elements: a row brings a b, and its float64 arithmetic
+_FLOOR = tl.constexpr(2.0**-103)  # float32's smallest normal number over its ε: see `_latched`
+
+
+@triton.jit
+def _real(word):
+    return word.to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _rate(conf, found, FOUND: tl.constexpr):
+    """λ: a number in the table, or read from the tensor whose address is there."""
+    word, kind = tl.load(conf + LAM), tl.load(conf + LAM_KIND)
+    lam = _real(word)
+    if kind == 1:
+        lam = tl.load(word.to(tl.pointer_type(tl.float32))).to(tl.float64)
+    if kind == 2:
+        lam = tl.load(word.to(tl.pointer_type(tl.float64)))
+    if FOUND:  # A scaler has found an inf: a step without rate changes nothing.
+        lam = tl.where(tl.load(found) != 0, 0.0, lam)
+    return lam
+
+
+@triton.jit
+def _next_b(b, sq, lam, start, hold, LATCH: tl.constexpr):
+    """b_j ← b_{j-1} + λ²‖g‖²/b_{j-1}, and whether all of it is finite."""
+    wide = b.to(tl.float64)
+    if LATCH:  # b₁ ← C·λ·‖g₁‖ where a row meets its first gradient
+        norm = tl.sqrt(sq)
+        first = start * lam * norm
+        wide = tl.where((wide == 0) & (norm >= _FLOOR) & (first >= _FLOOR), first, wide)
+    unset = wide == 0
+    safe = tl.where(unset, 1.0, wide)
+    grown = tl.where(unset, 0 * sq, safe + lam * lam * sq / safe)
+    new = tl.where(hold, wide, grown).to(tl.float32)
+    finite = (tl.abs(new) < float("inf")) & (tl.abs(sq) < float("inf"))
+    return tl.where(tl.abs(new) == float("inf"), float("nan"), new), finite
+
+
+@triton.jit
+def _inverse(b, t, log_mu, METHOD: tl.constexpr):
+    """1/b_j; for Algorithm 4, over 1 − βᵗ as well."""
+    d = tl.where(b == 0, 1.0, b).to(tl.float64)  # where there is no b yet nothing is written
+    if METHOD == ADAM:
+        d = d * (1 - tl.exp2(tl.maximum(t, 1.0).to(tl.float64) * log_mu))
+    return (1 / d).to(tl.float32)
+
+
+@triton.jit
+def _offsets(layout, which, row, e):
+    """Where element e of a row lies, for any strides."""
+    d0, d1, d2, d3 = (
+        tl.load(layout),
+        tl.load(layout + 1),
+        tl.load(layout + 2),
+        tl.load(layout + 3),
+    )
+    s = layout + 4 + 6 * which
+    at = (row // d0) * tl.load(s) + (row % d0) * tl.load(s + 1)
+    e = e.to(tl.int64)
+    at += (e // (d1 * d2 * d3)) * tl.load(s + 2) + ((e // (d2 * d3)) % d1) * tl.load(s + 3)
+    return at + ((e // d3) % d2) * tl.load(s + 4) + (e % d3) * tl.load(s + 5)
+
+
+@triton.jit
+def _rounded(x, seed, col, DTYPE: tl.constexpr, ROUND: tl.constexpr):
+    """x in the parameter's type; if asked, up or down at random, so that no update is lost."""
+    if not ROUND:
+        return x.to(DTYPE)
+    u = seed + col.to(tl.uint32) * 0x9E3779B1
+    u = (u ^ (u >> 16)) * 0x7FEB352D
+    u = (u ^ (u >> 15)) * 0x846CA68B
+    u = u ^ (u >> 16)
+    bits = x.to(tl.uint32, bitcast=True) + (u & 0xFFFF)
+    near = ((bits >> 16) << 16).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(x) < float("inf"), near, x).to(DTYPE)
+
+
+@triton.jit
+def _read(at, here, col, inside, layout, METHOD: tl.constexpr, STRIDES: tl.constexpr):
+    """x, the gradient and the buffer in these columns of the rows, and where x and buffer lie."""
+    p, g, m = at
+    row, begin, start = here
+    if STRIDES:
+        e = begin + col
+        at_p, at_g = p + _offsets(layout, 0, row, e), g + _offsets(layout, 1, row, e)
+        at_m = m + _offsets(layout, 2, row, e)
+    else:
+        at_p, at_g, at_m = p + start + col, g + start + col, m + start + col
+    dg = tl.load(at_g, mask=inside, other=0.0)
+    x = tl.load(at_p, mask=inside, other=0.0)
+    buf = x
+    if METHOD != PLAIN:
+        buf = tl.load(at_m, mask=inside, other=0.0)
+    return x, dg, buf, at_p, at_m
+
+
+@triton.jit
+def _gradient(was, numbers, DECAY: tl.constexpr):
+    """The gradient the rule sees: unscaled, of −f if maximizing, with coupled decay in it."""
+    g = was[1].to(tl.float32) * numbers[0]
+    if DECAY == COUPLED:
+        g = g + numbers[3] * was[0].to(tl.float32)
+    return g
+
+
+@triton.jit
+def _sq_norm(was, numbers, DECAY: tl.constexpr):
+    wide = _gradient(was, numbers, DECAY).to(tl.float64)
+    return tl.sum(wide * wide, axis=1)
+
+
+@triton.jit
+def _write(
+    was,
+    col,
+    inside,
+    inv,
+    seed,
+    numbers,
+    DTYPE: tl.constexpr,
+    METHOD: tl.constexpr,
+    DECAY: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    """x_j ← x_{j-1} − λ g/b_j, or with what stands in for g/b_j."""
+    x, buf = was[0].to(tl.float32), was[2].to(tl.float32)
+    factor, lam, mu, decay, keep = numbers
+    g = _gradient(was, numbers, DECAY)
+    if DECAY == DECOUPLED:
+        x = x * keep  # x ← x·(1 − λ·w)
+    if METHOD == PLAIN:
+        x = x - lam * (g * inv)
+    elif METHOD == MOMENTUM:
+        buf = mu * buf + g * inv  # buf ← μ·buf + g/b_j
+        x = x - lam * buf
+    else:
+        buf = mu * buf + (1 - mu) * g  # ĝ_j ← β ĝ_{j-1} + (1−β) g
+        x = x - lam * (buf * inv)
+    tl.store(was[3], _rounded(x, seed, col, DTYPE, ROUND), mask=inside)
+    if METHOD != PLAIN:
+        tl.store(was[4], buf.to(DTYPE), mask=inside)
+
+
+@triton.jit
+def _settle(
+    r,
+    row,
+    there,
+    first,
+    sq,
+    lam,
+    conf,
+    METHOD: tl.constexpr,
+    SKIP: tl.constexpr,
+    LATCH: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    """Store b, t and the skips of whole rows; return 1/b, the rows that move, and their t."""
+    bs = tl.load(r + B).to(tl.pointer_type(tl.float32)) + row
+    t = tl.load(r + T).to(tl.pointer_type(tl.float32))
+    old = tl.load(bs, mask=there, other=1.0)
+    start, hold = _real(tl.load(conf + START)), tl.load(r + HOLD) != 0
+    new, finite = _next_b(old, sq, lam, start, hold, LATCH)
+    live = there & (tl.where(there, lam, 0.0) != 0)  # none of them if λ = 0
+    if SKIP:
+        skips = tl.load(r + SKIPPED).to(tl.pointer_type(tl.int32)) + row
+        tl.store(skips, tl.load(skips, mask=there, other=0) + 1, mask=live & (finite == 0))
+        live = live & finite
+    tl.store(bs, new, mask=live)
+    if LATCH:
+        live = live & (new != 0)
+    steps = old
+    if METHOD == ADAM:
+        steps = tl.load(t + row, mask=there, other=0.0) + live.to(tl.float32)
+        tl.store(t + row, steps, mask=there)
+    elif ROUND:  # has been counted before, since every program reads it
+        steps = tl.load(t + row * 0, mask=there, other=0.0)
+    elif first:
+        tl.store(t, tl.load(t) + tl.where(lam != 0, 1.0, 0.0))
+    return _inverse(new, steps, _real(tl.load(conf + LOG_MU)), METHOD), live, steps
+
+
+@triton.jit
+def _tile(
+    i,
+    pid,
+    rec,
+    grads,
+    conf,
+    layouts,
+    parts,
+    coefs,
+    scale,
+    found,
+    DTYPE: tl.constexpr,
+    METHOD: tl.constexpr,
+    DECAY: tl.constexpr,
+    MODE: tl.constexpr,
+    SKIP: tl.constexpr,
+    LATCH: tl.constexpr,
+    ROUND: tl.constexpr,
+    SCALE: tl.constexpr,
+    FOUND: tl.constexpr,
+    TILE: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDE: tl.constexpr,
+    STRIDES: tl.constexpr,
+):
+    R: tl.constexpr = min(TILE // COLS, TILE // ROOM_FOR_B)
+    VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    LONG: tl.constexpr = COLS == TILE and MODE == ALL  # a row may be longer than the tile
+    r, layout = rec + i * WORDS, layouts + i * LAYOUT
+    length, piece, pieces = tl.load(r + LENGTH), tl.load(r + PIECE), tl.load(r + PIECES)
+    p, g, m = tl.load(r + P), tl.load(grads + i), tl.load(r + BUF)
+    kind: tl.constexpr = tl.pointer_type(DTYPE)
+    p, g, m = p.to(kind), g.to(kind), m.to(kind)
+    if WIDE and COLS > 1:
+        length, piece = tl.multiple_of(length, VECTOR), tl.multiple_of(piece, VECTOR)
+    if WIDE:
+        p, g, m = tl.multiple_of(p, 16), tl.multiple_of(g, 16), tl.multiple_of(m, 16)
+    at = (p, g, m)
+
+    conf += tl.load(r + GROUP) * SETTINGS
+    lam, decay = _rate(conf, found, FOUND), _real(tl.load(conf + DECAY_RATE))
+    factor, mu = _real(tl.load(conf + SIGN)).to(tl.float32), _real(tl.load(conf + MU))
+    if SCALE:
+        factor = factor / tl.load(scale)
+    numbers = (
+        factor,
+        lam.to(tl.float32),
+        mu.to(tl.float32),
+        decay.to(tl.float32),
+        (1 - lam * decay).to(tl.float32),
+    )
+
+    first, span, count = tl.load(r + FIRST), tl.load(r + SPAN), tl.load(r + ROWS) * pieces
+    cols = tl.arange(0, COLS)[None, :]
+    for k in range(0, span):
+        rows = ((pid - first) * span + k) * R + tl.arange(0, R).to(tl.int64)
+        there = rows < count
+        if MODE == ALL:
+            row, begin, width = rows, rows * 0, length.to(tl.int32)
+            inside = there[:, None] & (cols < width)
+        else:
+            row, begin = rows // pieces, (rows % pieces) * piece
+            width = tl.minimum(piece, length - begin).to(tl.int32)
+            if WIDE and COLS > 1:
+                width = tl.multiple_of(width, [VECTOR])
+            inside = there[:, None] & (cols < width[:, None])
+        start = row if COLS == 1 else row * length + begin  # the first element, in the parameter
+        here = (row[:, None], begin[:, None], start[:, None])
+        # These stay in registers between the norm and the move. A longer row is read a second
+        # time, from the cache.
+        was = _read(at, here, cols, inside, layout, METHOD, STRIDES)
+
+        if MODE == MOVES:
+            coef = coefs + (tl.load(r + ROOM) + row) * 2
+            inv = tl.load(coef, mask=there, other=0.0)
+            live = there & (tl.load(coef + 1, mask=there, other=0.0) != 0)
+            t = tl.load(r + T).to(tl.pointer_type(tl.float32)) + row * (METHOD == ADAM)
+            steps = tl.load(t, mask=there, other=0.0)
+        else:
+            sq = _sq_norm(was, numbers, DECAY)
+            if LONG:
+                for c in range(COLS, width, COLS):
+                    more = there[:, None] & (c + cols < width)
+                    also = _read(at, here, c + cols, more, layout, METHOD, STRIDES)
+                    sq += _sq_norm(also, numbers, DECAY)
+            if MODE == SUMS:
+                tl.store(parts + tl.load(r + PARTS) + rows, sq, mask=there)
+            else:
+                opens = (pid == first) & (k == 0)
+                inv, live, steps = _settle(
+                    r, row, there, opens, sq, lam, conf, METHOD, SKIP, LATCH, ROUND
+                )
+
+        if MODE != SUMS:
+            on = live[:, None]
+            inv, steps = inv[:, None], steps[:, None]
+            seed = start[:, None].to(tl.uint32) * 0x9E3779B1 + steps.to(tl.uint32) * 0x85EBCA77
+            _write(was, cols, inside & on, inv, seed, numbers, DTYPE, METHOD, DECAY, ROUND)
+            if LONG:
+                for c in range(COLS, width, COLS):
+                    more = on & (c + cols < width)
+                    was = _read(at, here, c + cols, more, layout, METHOD, STRIDES)
+                    _write(was, c + cols, more, inv, seed, numbers, DTYPE, METHOD, DECAY, ROUND)
+
+
+@triton.jit
+def step_tiles(
+    tiles,
+    rec,
+    grads,
+    conf,
+    layouts,
+    parts,
+    coefs,
+    scale,
+    found,
+    DTYPE: tl.constexpr,
+    METHOD: tl.constexpr,
+    DECAY: tl.constexpr,
+    MODE: tl.constexpr,
+    SKIP: tl.constexpr,
+    LATCH: tl.constexpr,
+    ROUND: tl.constexpr,
+    SCALE: tl.constexpr,
+    FOUND: tl.constexpr,
+    TILE: tl.constexpr,
+    KINDS: tl.constexpr,
+):
+    """A few tiles for each program; `tiles` says of which parameter they are, and of which kind."""
+    pid = tl.program_id(0)
+    word = tl.load(tiles + pid)
+    i, kind = (word % PARAMETERS).to(tl.int64), word // PARAMETERS
+    for k in tl.static_range(0, KINDS_END):
+        if (KINDS >> k) & 1:  # only kinds that occur are compiled
+            if kind == k:
+                _tile(
+                    i, pid, rec, grads, conf, layouts, parts, coefs, scale, found,
+                    DTYPE, METHOD, DECAY, MODE, SKIP, LATCH, ROUND, SCALE, FOUND, TILE,
+                    2 ** (k % 16), k < LOOSE, k >= STRIDED,
+                )  # fmt: skip
+
+
+@triton.jit
+def settle_rows(
+    tiles,
+    families,
+    runs,
+    members,
+    conf,
+    parts,
+    coefs,
+    found,
+    bad,
+    METHOD: tl.constexpr,
+    SKIP: tl.constexpr,
+    LATCH: tl.constexpr,
+    FOUND: tl.constexpr,
+    LOOK: tl.constexpr,
+    R: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """b of rows whose sums of squares lie in `parts`, for all members of a family.
+
+    With LOOK nothing is changed: `bad` gets the number of rows that are not finite.
+    """
+    pid = tl.program_id(0)
+    i = tl.load(tiles + pid).to(tl.int64)
+    f = families + i * F_WORDS
+    row = (pid - tl.load(f + F_FIRST)) * R + tl.arange(0, R).to(tl.int64)
+    there = row < tl.load(f + F_ROWS)
+    span = tl.arange(0, WIDTH).to(tl.int64)[None, :]
+
+    sq = tl.zeros([R], tl.float64)
+    run, ends = tl.load(f + F_RUN), tl.load(f + F_RUN) + tl.load(f + F_RUNS)
+    for k in range(run, ends):
+        base, count = tl.load(runs + 2 * k), tl.load(runs + 2 * k + 1)
+        for j in range(0, count, WIDTH):
+            inside = there[:, None] & (j + span < count)
+            spots = parts + base + row[:, None] * count + j + span
+            sq += tl.sum(tl.load(spots, mask=inside, other=0.0), axis=1)
+
+    # b never decreases, so among relatives the largest is the latest.
+    first, count = tl.load(f + F_MEMBER), tl.load(f + F_MEMBERS)
+    old, lost = tl.zeros([R], tl.float32), tl.zeros([R], tl.int32)
+    for j in range(0, count, WIDTH):
+        m = members + (first + j + span) * M_WORDS
+        inside = there[:, None] & (j + span < count)
+        bs = tl.load(m + M_B, mask=j + span < count, other=0).to(tl.pointer_type(tl.float32))
+        theirs = tl.load(bs + row[:, None], mask=inside, other=0.0)
+        old = tl.maximum(old, tl.max(tl.where(theirs == theirs, theirs, 0.0), axis=1))
+        lost = tl.maximum(lost, tl.max((theirs != theirs).to(tl.int32), axis=1))
+    old = tl.where(lost != 0, float("nan"), old)
+
+    conf += tl.load(f + F_GROUP) * SETTINGS
+    lam = _rate(conf, found, FOUND)
+    start, hold = _real(tl.load(conf + START)), tl.load(f + F_HOLD) != 0
+    new, finite = _next_b(old, sq, lam, start, hold, LATCH)
+    live = there & (tl.where(there, lam, 0.0) != 0)  # none of them if λ = 0
+    if LOOK:
+        tl.store(bad + pid, tl.sum((live & (finite == 0)).to(tl.int32)))
+        return
+    skips = live & (finite == 0)
+    if SKIP:
+        live = live & finite
+    keep = live
+    if LATCH:
+        live = live & (new != 0)
+    log_mu = _real(tl.load(conf + LOG_MU))
+    for j in range(0, count, WIDTH):
+        m = members + (first + j + span) * M_WORDS
+        listed = j + span < count
+        present = listed & (tl.load(m + M_PRESENT, mask=listed, other=0) != 0)
+        inside = there[:, None] & present
+        bs = tl.load(m + M_B, mask=present, other=0).to(tl.pointer_type(tl.float32))
+        tl.store(bs + row[:, None], new[:, None] + span * 0.0, mask=inside & keep[:, None])
+        ts = tl.load(m + M_T, mask=present, other=0).to(tl.pointer_type(tl.float32))
+        if METHOD == ADAM:
+            t = tl.load(ts + row[:, None], mask=inside, other=0.0) + live.to(tl.float32)[:, None]
+            tl.store(ts + row[:, None], t, mask=inside)
+        else:
+            one = present & (row == 0)[:, None]
+            t = tl.load(ts + row[:, None] * 0, mask=one, other=0.0) + tl.where(lam != 0, 1.0, 0.0)
+            tl.store(ts + row[:, None] * 0, t, mask=one)
+        if SKIP:
+            counts = tl.load(m + M_SKIPPED, mask=present, other=0).to(tl.pointer_type(tl.int32))
+            more = tl.load(counts + row[:, None], mask=inside, other=0) + 1
+            tl.store(counts + row[:, None], more, mask=inside & skips[:, None])
+        room = tl.load(m + M_ROOM, mask=present, other=0)
+        coef = coefs + (room + row[:, None]) * 2
+        tl.store(coef, _inverse(new[:, None], t, log_mu, METHOD), mask=inside)
+        tl.store(coef + 1, live.to(tl.float32)[:, None] + span * 0.0, mask=inside)
+
+
+@triton.jit
+def count_steps(rec, conf, found, FOUND: tl.constexpr):
+    """t of every parameter, before the step that draws its random numbers from it."""
+    i = tl.program_id(0).to(tl.int64)
+    r = rec + i * WORDS
+    lam = _rate(conf + tl.load(r + GROUP) * SETTINGS, found, FOUND)
+    t = tl.load(r + T).to(tl.pointer_type(tl.float32))
+    tl.store(t, tl.load(t) + tl.where(lam != 0, 1.0, 0.0))

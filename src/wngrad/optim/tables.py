@@ -1,0 +1,215 @@
+"""What the fused kernel reads: words on the device, and the parameters that step in one launch."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from wngrad.optim.layout import Layout, layout
+from wngrad.optim.pieces import Family, Piece
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# Elements in a tile, for short and for long rows, and elements for each warp of a program. Of a
+# dozen shapes tried on an H200 with 1.2 B parameters these were the fastest. (Loads ahead of time
+# through shared memory, and fewer registers for more programs at once, were slower.) A row that is
+# longer than the tile is read twice, the second time from the cache.
+TILES = {torch.float32: (2**11, 2**13)} | dict.fromkeys(
+    (torch.bfloat16, torch.float16), (2**12, 2**13)
+)
+ELEMENTS = {torch.float32: 2**9, torch.bfloat16: 2**11, torch.float16: 2**11}
+MOST_TILES, PROGRAMS = 16, 2**13  # of one program, as long as there are so many programs left
+LONGEST = 2**16  # longer rows are cut between programs, which reads their gradient twice
+_SINGLE, _JOINT = (1, 4096), (128, 16)  # rows × summands that a program settles at once
+
+
+class Table:
+    """Words of 64 bits on the device, of which only those that change are sent again.
+
+    They travel as arguments of a kernel: that waits for nothing and needs no pinned memory.
+    """
+
+    def __init__(self, words: Sequence[int], device: torch.device) -> None:
+        self.words = [0] * max(1, len(words))
+        self.tensor = torch.zeros(len(self.words), dtype=torch.int64, device=device)
+        self._views = self.tensor.unbind()
+        self.update(words)
+
+    def update(self, words: Sequence[int]) -> None:
+        old = self.words
+        changed = [i for i, word in enumerate(words) if word != old[i]]
+        if changed:
+            views = [self._views[i] for i in changed]
+            torch._foreach_add_(views, [_wrapped(words[i] - old[i]) for i in changed])
+            for i in changed:
+                old[i] = words[i]
+
+
+class Method(NamedTuple):
+    """What the kernel is compiled for."""
+
+    device: torch.device
+    dtype: torch.dtype
+    rule: int  # Algorithm 3, 3 with momentum, or 4
+    decay: int  # none, coupled or decoupled
+    skip: bool
+    latch: bool
+    rounds: bool  # stochastically
+    tile: int  # elements a program holds at once
+    whole: bool  # a row's norm, b and move by one program
+    looks: bool  # at everything, before anything is changed
+
+
+class Batch:
+    """Parameters that step in one launch or, where rows are cut or shared, in three."""
+
+    def __init__(
+        self, method: Method, families: list[tuple[Family, int]], buffer: str, index: list[int]
+    ) -> None:
+        from wngrad.optim import kernel as k
+
+        self.method, self.families, self.index = method, families, index
+        members = [(part, f, group) for f, group in families for part in f.pieces]
+        shapes = [cast(Layout, layout(part, part.state.get(buffer))) for part, _, _ in members]
+        tile, both = method.tile, list(zip(members, shapes, strict=True))
+        kinds = [_kind(k, part, s, buffer, tile) for (part, _, _), s in both]
+        pieces = [1 if method.whole else max(1, -(-s.length // tile)) for s in shapes]
+        rows = [tile // max(2 ** (kind % 16), k.ROOM_FOR_B.value) for kind in kinds]
+        parts = [s.rows * n for s, n in zip(shapes, pieces, strict=True)]
+        tiles = [-(-n // per) for n, per in zip(parts, rows, strict=True)]
+        span = max(1, min(MOST_TILES, sum(tiles) // PROGRAMS))
+        # Even an empty parameter has a program, which counts its step.
+        counts = [max(1, -(-n // span)) for n in tiles]
+        first, sums, room = (
+            list(accumulate(sizes, initial=0))
+            for sizes in (counts, parts, [s.rows for s in shapes])
+        )
+        records: list[int] = []
+        for i, ((part, family, group), s) in enumerate(zip(members, shapes, strict=True)):
+            piece = s.length if pieces[i] == 1 else tile
+            records += [part.p.data_ptr(), *(_address(part, key) for key in ("b", buffer, "t"))]
+            records += [_address(part, "skipped"), s.length, s.rows, pieces[i], piece, first[i]]
+            records += [span, group, int(family.hold), sums[i], room[i]]
+        device = method.device
+        self.kinds = sum(1 << kind for kind in set(kinds))
+        self.tiles = owners(counts, device, [kind * k.PARAMETERS.value for kind in kinds])
+        self.records = Table(records, device)
+        strided = any(kind >= k.STRIDED.value for kind in kinds)
+        self.layouts = Table([w for s in shapes for w in s.words()] if strided else [], device)
+        scratch = (0, 0) if method.whole else (sums[-1], room[-1])
+        self.sums = torch.empty(max(1, scratch[0]), dtype=torch.float64, device=device)
+        self.coefs = torch.empty(max(1, scratch[1]), 2, device=device)
+        self.settlers: list[Settler] = []
+        if not method.whole:
+            spots = _spots(families, sums, room, pieces)
+            for single in (True, False):
+                some = [
+                    both for both in spots if (both[0].pieces[0].state["b"].numel() == 1) == single
+                ]
+                if some:
+                    self.settlers.append(Settler(some, *(_SINGLE if single else _JOINT), device))
+
+
+class _Spot(NamedTuple):
+    """Where a member's sums and coefficients lie."""
+
+    part: Piece
+    sums: int
+    pieces: int  # sums for each of its rows
+    room: int
+
+
+class Settler:
+    """Families whose b is found from sums that lie ready."""
+
+    def __init__(
+        self,
+        families: list[tuple[Family, int, list[_Spot]]],
+        rows: int,
+        span: int,
+        device: torch.device,
+    ) -> None:
+        self.rows, self.span, self.families = rows, span, [family for family, _, _ in families]
+        words: list[int] = []
+        runs: list[int] = []
+        members: list[int] = []
+        counts: list[int] = []
+        for family, group, spots in families:
+            b = family.pieces[0].state["b"].numel()
+            # The sums of a single row lie side by side, whosever they are.
+            mine = [(s.sums, s.pieces) for s in spots]
+            if b == 1:
+                mine = [(mine[0][0], sum(count for _, count in mine))]
+            absent = [(b_.data_ptr(), 0, 0, 0, 0) for b_ in family.absent]
+            present = [
+                (
+                    _address(s.part, "b"),
+                    _address(s.part, "t"),
+                    _address(s.part, "skipped"),
+                    s.room,
+                    1,
+                )
+                for s in spots
+            ]
+            words += [b, len(runs) // 2, len(mine), len(members) // 5, len(absent) + len(present)]
+            words += [group, int(family.hold), sum(counts)]
+            runs += [word for run in mine for word in run]
+            members += [word for member in (*present, *absent) for word in member]
+            counts.append(max(1, -(-b // rows)))
+        self.tiles = owners(counts, device)
+        self.records, self.runs = Table(words, device), Table(runs, device)
+        self.members = Table(members, device)
+        self.bad = torch.zeros(sum(counts), dtype=torch.int32, device=device)
+        self.owner = [f for f, n in zip(self.families, counts, strict=True) for _ in range(n)]
+
+
+def _spots(
+    families: list[tuple[Family, int]], sums: list[int], room: list[int], pieces: list[int]
+) -> list[tuple[Family, int, list[_Spot]]]:
+    found, i = [], 0
+    for family, group in families:
+        spots = []
+        for part in family.pieces:
+            spots.append(_Spot(part, sums[i], pieces[i], room[i]))
+            i += 1
+        found.append((family, group, spots))
+    return found
+
+
+def _address(part: Piece, key: str) -> int:
+    return part.state[key].data_ptr() if key in part.state else 0
+
+
+def _kind(k: Any, part: Piece, shape: Layout, buffer: str, tile: int) -> int:
+    """The shape of a parameter's tiles, and the width of its loads."""
+    columns = max(4, (min(shape.length, tile) - 1).bit_length())
+    columns += columns in (5, 7)  # fewer kinds are compiled sooner
+    if not shape.dense:
+        return cast(int, columns + k.STRIDED.value)
+    vector = 16 // part.p.element_size()
+    wide = shape.length % vector == 0
+    if shape.length == 1:
+        columns, wide = 0, True
+    tensors = [part.p, part.g, *([part.state[buffer]] if buffer in part.state else [])]
+    wide = wide and all(t.data_ptr() % 16 == 0 for t in tensors)
+    return columns if wide else cast(int, columns + k.LOOSE.value)
+
+
+def owners(counts: list[int], device: torch.device, marks: Sequence[int] | None = None) -> Tensor:
+    """For each program the index of its parameter, plus its mark."""
+    words = [i + mark for i, mark in enumerate(marks or [0] * len(counts))]
+    how_many, which = Table(counts, device).tensor, Table(words, device).tensor.to(torch.int32)
+    return which.repeat_interleave(how_many, output_size=sum(counts))
+
+
+def bits(x: float) -> int:
+    return cast(int, struct.unpack("<q", struct.pack("<d", x))[0])
+
+
+def _wrapped(word: int) -> int:
+    """As a signed integer of 64 bits."""
+    return (word + 2**63) % 2**64 - 2**63
