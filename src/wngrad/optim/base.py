@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from wngrad.optim import blocks, door, fused, report, sharded, state
+from wngrad.optim.glance import Glance, glance
+from wngrad.optim.launch import Plan
 from wngrad.optim.pieces import Family, Proposal, piece
 from wngrad.optim.state import SMALL, Group, shape_of
 from wngrad.optim.update import commit, propose
@@ -69,14 +71,14 @@ class BlockOptimizer(Optimizer):
     def _update(self) -> None:
         # Whatever can fail, fails before the first launch or commit.
         families = self._families()
-        plan, glance = None, None
+        plan, now = None, None
         if not torch.compiler.is_compiling() and fused.possible(self):
-            plan, glance = self._plan(families)
+            plan, now = self._plan(families)
             families = [f for f in families if f.pieces[0].param in plan.left]
         proposals = propose(families)
         self._refuse_nonfinite(proposals)
-        if plan is not None and glance is not None:
-            self._launch(plan, glance)
+        if plan is not None and now is not None:
+            self._launch(plan, now)
         for proposal in proposals:
             commit(proposal, self._move, self._buffer, self._counts_blocks)
 
@@ -86,17 +88,17 @@ class BlockOptimizer(Optimizer):
         """Take the step if an earlier one was like it, all of it fused."""
         if not fused.possible(self):
             return False
-        glance = fused.look(self)
-        plan = self._engine.earlier(glance)
-        if plan is None or glance is None or plan.left:
+        now = glance(self)
+        plan = self._engine.earlier(now)
+        if plan is None or now is None or plan.left:
             return False
-        self._launch(plan, glance)
+        self._launch(plan, now)
         return True
 
-    def _plan(self, families: list[Family]) -> tuple[fused.Plan, fused.Look]:
-        glance = fused.look(self)
-        assert glance is not None  # its families have been made
-        plan = self._engine.earlier(glance) or self._engine.plan(self, families, glance)
+    def _plan(self, families: list[Family]) -> tuple[Plan, Glance]:
+        now = glance(self)
+        assert now is not None  # its families have been made
+        plan = self._engine.earlier(now) or self._engine.plan(self, families, now)
         for family in families:
             param = family.pieces[0].param
             if family.group["fused"] and param in plan.left:
@@ -104,11 +106,11 @@ class BlockOptimizer(Optimizer):
                     f"{self._owner}: `fused` is True, but a parameter of shape "
                     f"{tuple(param.shape)} cannot take the fused step: {plan.left[param]}."
                 )
-        return plan, glance
+        return plan, now
 
-    def _launch(self, plan: fused.Plan, glance: fused.Look) -> None:
+    def _launch(self, plan: Plan, now: Glance) -> None:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if (bad := plan.run(glance, scale, found)) is not None:
+        if (bad := plan.run(now, scale, found)) is not None:
             self._refuse(*bad)
 
     @property

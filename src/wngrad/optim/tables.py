@@ -41,6 +41,8 @@ class Table:
 
     def update(self, words: Sequence[int]) -> None:
         old = self.words
+        if words == old:
+            return
         changed = [i for i, word in enumerate(words) if word != old[i]]
         if changed:
             views = [self._views[i] for i in changed]
@@ -67,12 +69,10 @@ class Method(NamedTuple):
 class Batch:
     """Parameters that step in one launch or, where rows are cut or shared, in three."""
 
-    def __init__(
-        self, method: Method, families: list[tuple[Family, int]], buffer: str, index: list[int]
-    ) -> None:
+    def __init__(self, method: Method, families: list[tuple[Family, int]], buffer: str) -> None:
         from wngrad.optim import kernel as k
 
-        self.method, self.families, self.index = method, families, index
+        self.method = method
         members = [(part, f, group) for f, group in families for part in f.pieces]
         shapes = [cast(Layout, layout(part, part.state.get(buffer))) for part, _, _ in members]
         tile, both = method.tile, list(zip(members, shapes, strict=True))
@@ -96,7 +96,7 @@ class Batch:
             records += [span, group, int(family.hold), sums[i], room[i]]
         device = method.device
         self.kinds = sum(1 << kind for kind in set(kinds))
-        self.tiles = owners(counts, device, [kind * k.PARAMETERS.value for kind in kinds])
+        self.tiles = programs(counts, device, [kind * k.PARAMETERS.value for kind in kinds])
         self.records = Table(records, device)
         strided = any(kind >= k.STRIDED.value for kind in kinds)
         self.layouts = Table([w for s in shapes for w in s.words()] if strided else [], device)
@@ -133,7 +133,7 @@ class Settler:
         span: int,
         device: torch.device,
     ) -> None:
-        self.rows, self.span, self.families = rows, span, [family for family, _, _ in families]
+        self.rows, self.span = rows, span
         words: list[int] = []
         runs: list[int] = []
         members: list[int] = []
@@ -160,11 +160,12 @@ class Settler:
             runs += [word for run in mine for word in run]
             members += [word for member in (*present, *absent) for word in member]
             counts.append(max(1, -(-b // rows)))
-        self.tiles = owners(counts, device)
+        self.tiles = programs(counts, device)
         self.records, self.runs = Table(words, device), Table(runs, device)
         self.members = Table(members, device)
         self.bad = torch.zeros(sum(counts), dtype=torch.int32, device=device)
-        self.owner = [f for f, n in zip(self.families, counts, strict=True) for _ in range(n)]
+        firsts = [family.pieces[0].param for family, _, _ in families]
+        self.owners = [p for p, n in zip(firsts, counts, strict=True) for _ in range(n)]
 
 
 def _spots(
@@ -199,7 +200,7 @@ def _kind(k: Any, part: Piece, shape: Layout, buffer: str, tile: int) -> int:
     return columns if wide else cast(int, columns + k.LOOSE.value)
 
 
-def owners(counts: list[int], device: torch.device, marks: Sequence[int] | None = None) -> Tensor:
+def programs(counts: list[int], device: torch.device, marks: Sequence[int] | None = None) -> Tensor:
     """For each program the index of its parameter, plus its mark."""
     words = [i + mark for i, mark in enumerate(marks or [0] * len(counts))]
     how_many, which = Table(counts, device).tensor, Table(words, device).tensor.to(torch.int32)
