@@ -7,7 +7,10 @@ gradients and the groups' numbers up to date.
 
 from __future__ import annotations
 
+import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
@@ -122,10 +125,8 @@ class Engine:
     def plan(self, opt: BlockOptimizer, families: list[Family], now: Glance) -> Plan:
         """A new plan. For a graph it is filled outside of it, so that replays only read."""
         if _capturing():
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(side):
+            with _outside_the_graph():
                 plan = _plan(opt, families, now)
-            side.synchronize()
             self._captured.append(plan)
         else:
             if len(self._plans) >= _PLANS:
@@ -140,6 +141,36 @@ def _plan(opt: BlockOptimizer, families: list[Family], now: Glance) -> Plan:
     both = list(zip(families, reasons, strict=True))
     left = {part.param: why for family, why in both if why for part in family.pieces}
     return Plan(opt, [family for family, why in both if not why], left, now)
+
+
+def _side() -> torch.cuda.Stream:
+    """A stream that captures nothing. torch hands out the same 32 again and again."""
+    while True:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(side):
+            if not torch.cuda.is_current_stream_capturing():
+                return side
+
+
+@contextmanager
+def _outside_the_graph() -> Iterator[None]:
+    """Work at once, though a graph is being captured: what is written is there for all replays."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # Not NVIDIA's. Then every replay writes its tables first.
+        yield
+        return
+    relaxed = ctypes.c_int(
+        2
+    )  # Waiting for a stream is forbidden in the mode graphs are captured in.
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+    try:
+        side = _side()
+        with torch.cuda.stream(side):
+            yield
+        side.synchronize()
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
 def _capturing() -> bool:

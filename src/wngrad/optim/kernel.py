@@ -49,12 +49,13 @@ def _real(word):
 @triton.jit
 def _rate(conf, found, FOUND: tl.constexpr):
     """λ: a number in the table, or read from the tensor whose address is there."""
-    word, kind = tl.load(conf + LAM), tl.load(conf + LAM_KIND)
-    lam = _real(word)
-    if kind == 1:
-        lam = tl.load(word.to(tl.pointer_type(tl.float32))).to(tl.float64)
-    if kind == 2:
-        lam = tl.load(word.to(tl.pointer_type(tl.float64)))
+    here = conf + LAM
+    word, kind = tl.load(here), tl.load(conf + LAM_KIND)
+    # Without a branch: Triton 3.6 loads from address 0 where a branch turns a word into what lies
+    # there.
+    single = tl.where(kind == 1, word, here.to(tl.int64)).to(tl.pointer_type(tl.float32))
+    double = tl.where(kind == 2, word, here.to(tl.int64)).to(tl.pointer_type(tl.float64))
+    lam = tl.where(kind == 1, tl.load(single).to(tl.float64), tl.load(double))
     if FOUND:  # A scaler has found an inf: a step without rate changes nothing.
         lam = tl.where(tl.load(found) != 0, 0.0, lam)
     return lam

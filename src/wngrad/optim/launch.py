@@ -79,10 +79,11 @@ class _Launch:
             "SKIP": batch.method.skip,
             "LATCH": batch.method.latch,
             "ROUND": batch.method.rounds,
-            "TILE": batch.method.tile,
+            "TILE": TILES[batch.method.dtype],
             "KINDS": batch.kinds,
-            "num_warps": batch.method.tile // ELEMENTS[batch.method.dtype],
         }
+        self._warps = TILES[batch.method.dtype] // ELEMENTS[batch.method.dtype]
+        self._compiled: dict[int, Any] = {}
 
     def on_its_device(self) -> AbstractContextManager[Any]:
         device = self.method.device
@@ -129,7 +130,7 @@ class _Launch:
 
     def _tiles(self, mode: Any) -> None:
         batch = self.batch
-        self.kernel.step_tiles[(batch.tiles.numel(),)](
+        tensors = (
             batch.tiles,
             batch.records.tensor,
             self._grads.tensor,
@@ -139,10 +140,20 @@ class _Launch:
             batch.coefs,
             self._scale,
             self._found,
-            MODE=mode.value,
-            **self._constants,
-            **self._flags,
         )
+        constants = {**self._constants, **self._flags, "MODE": mode.value}
+        scaled = self._scale is not self._nothing or self._found is not self._nothing
+        grid = (batch.tiles.numel(), 1, 1)
+        if not scaled and mode.value in self._compiled:
+            self._compiled[mode.value][grid](*tensors, *self._ordered(constants))
+            return
+        made = self.kernel.step_tiles[grid](*tensors, **constants, num_warps=self._warps)
+        if made is not None and not scaled:  # None from the interpreter
+            self._compiled[mode.value] = made
+
+    def _ordered(self, constants: dict[str, Any]) -> list[Any]:
+        """As a compiled kernel takes them, which saves Triton's looking for it: half the launch."""
+        return [constants[name] for name in self.kernel.step_tiles.arg_names if name in constants]
 
     def _settle(self, settler: Settler, look: bool) -> None:
         method = self.method
@@ -184,7 +195,6 @@ def _method(opt: BlockOptimizer, family: Family) -> Method:
         group["nonfinite"] == "skip",
         isinstance(group["b_init"], tuple),
         group["stochastic_rounding"] and part.p.dtype == torch.bfloat16,
-        TILES[part.p.dtype][whole and longest > TILES[part.p.dtype][0]],
         whole,
         looks,
     )

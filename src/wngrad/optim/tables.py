@@ -14,13 +14,11 @@ from wngrad.optim.layout import Layout, layout
 from wngrad.optim.pieces import Family, Piece
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# Elements in a tile, for short and for long rows, and elements for each warp of a program. Of a
-# dozen shapes tried on an H200 with 1.2 B parameters these were the fastest. (Loads ahead of time
-# through shared memory, and fewer registers for more programs at once, were slower.) A row that is
-# longer than the tile is read twice, the second time from the cache.
-TILES = {torch.float32: (2**11, 2**13)} | dict.fromkeys(
-    (torch.bfloat16, torch.float16), (2**12, 2**13)
-)
+# Elements in a tile, and for each warp that works on it. Of a dozen shapes tried on an H200 with
+# 1.2 B parameters these were the fastest. (Loads ahead of time through shared memory, and fewer
+# registers for more programs at once, were slower.) A row that is longer than the tile is read
+# twice, the second time from the cache.
+TILES = {torch.float32: 2**11, torch.bfloat16: 2**12, torch.float16: 2**12}
 ELEMENTS = {torch.float32: 2**9, torch.bfloat16: 2**11, torch.float16: 2**11}
 MOST_TILES, PROGRAMS = 16, 2**13  # of one program, as long as there are so many programs left
 LONGEST = 2**16  # longer rows are cut between programs, which reads their gradient twice
@@ -28,27 +26,21 @@ _SINGLE, _JOINT = (1, 4096), (128, 16)  # rows × summands that a program settle
 
 
 class Table:
-    """Words of 64 bits on the device, of which only those that change are sent again.
-
-    They travel as arguments of a kernel: that waits for nothing and needs no pinned memory.
-    """
+    """Words of 64 bits on the device, sent again when one of them changes. Waits for nothing."""
 
     def __init__(self, words: Sequence[int], device: torch.device) -> None:
-        self.words = [0] * max(1, len(words))
-        self.tensor = torch.zeros(len(self.words), dtype=torch.int64, device=device)
-        self._views = self.tensor.unbind()
+        self.tensor = torch.empty(max(1, len(words)), dtype=torch.int64, device=device)
+        self.words: list[int] = []
         self.update(words)
 
     def update(self, words: Sequence[int]) -> None:
-        old = self.words
-        if words == old:
+        if words == self.words or not words:
             return
-        changed = [i for i, word in enumerate(words) if word != old[i]]
-        if changed:
-            views = [self._views[i] for i in changed]
-            torch._foreach_add_(views, [_wrapped(words[i] - old[i]) for i in changed])
-            for i in changed:
-                old[i] = words[i]
+        # torch keeps pinned memory from being used again before it has been read. A graph, should
+        # it capture this, reads it for as long as it lives.
+        self._sent = torch.tensor(words, dtype=torch.int64, pin_memory=self.tensor.is_cuda)
+        self.tensor.copy_(self._sent, non_blocking=True)
+        self.words = list(words)
 
 
 class Method(NamedTuple):
@@ -61,7 +53,6 @@ class Method(NamedTuple):
     skip: bool
     latch: bool
     rounds: bool  # stochastically
-    tile: int  # elements a program holds at once
     whole: bool  # a row's norm, b and move by one program
     looks: bool  # at everything, before anything is changed
 
@@ -75,7 +66,7 @@ class Batch:
         self.method = method
         members = [(part, f, group) for f, group in families for part in f.pieces]
         shapes = [cast(Layout, layout(part, part.state.get(buffer))) for part, _, _ in members]
-        tile, both = method.tile, list(zip(members, shapes, strict=True))
+        tile, both = TILES[method.dtype], list(zip(members, shapes, strict=True))
         kinds = [_kind(k, part, s, buffer, tile) for (part, _, _), s in both]
         pieces = [1 if method.whole else max(1, -(-s.length // tile)) for s in shapes]
         rows = [tile // max(2 ** (kind % 16), k.ROOM_FOR_B.value) for kind in kinds]
@@ -209,8 +200,3 @@ def programs(counts: list[int], device: torch.device, marks: Sequence[int] | Non
 
 def bits(x: float) -> int:
     return cast(int, struct.unpack("<q", struct.pack("<d", x))[0])
-
-
-def _wrapped(word: int) -> int:
-    """As a signed integer of 64 bits."""
-    return (word + 2**63) % 2**64 - 2**63
