@@ -86,7 +86,7 @@ class BlockOptimizer(Optimizer):
 
     def _step_again(self) -> bool:
         """Take the step if an earlier one was like it, all of it fused."""
-        if not fused.possible(self):
+        if self._engine.latest is None:
             return False
         now = glance(self)
         plan = self._engine.earlier(now)
@@ -116,8 +116,9 @@ class BlockOptimizer(Optimizer):
     @property
     def _engine(self) -> fused.Engine:
         """The plans of fused steps; made again after a copy, since none of it is state."""
-        mine: fused.Engine = self.__dict__.setdefault("_fused_engine", fused.Engine())
-        return mine
+        if "_fused_engine" not in self.__dict__:
+            self._fused_engine = fused.Engine()
+        return self._fused_engine
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _eager_update(self) -> None:

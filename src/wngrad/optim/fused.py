@@ -119,8 +119,9 @@ class Engine:
         """The plan of an earlier step like this one, unless a graph is being captured."""
         if now is None or _capturing():
             return None
-        self.latest = self._plans.get(now.key)
-        return self.latest
+        if self.latest is None or self.latest.key != now.key:
+            self.latest = self._plans.get(now.key, self.latest)
+        return self.latest if self.latest is not None and self.latest.key == now.key else None
 
     def plan(self, opt: BlockOptimizer, families: list[Family], now: Glance) -> Plan:
         """A new plan. For a graph it is filled outside of it, so that replays only read."""
@@ -174,4 +175,4 @@ def _outside_the_graph() -> Iterator[None]:
 
 
 def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]

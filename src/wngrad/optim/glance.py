@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from functools import lru_cache, reduce
 from itertools import chain
-from operator import attrgetter, itemgetter, or_
+from operator import itemgetter, or_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wngrad.optim import sharded
 from wngrad.optim.tables import bits
@@ -31,8 +31,7 @@ _choices = itemgetter(
     "fused",
     "stochastic_rounding",
 )
-_is_sparse, _dtype = attrgetter("is_sparse"), attrgetter("dtype")
-_PLAIN = {nn.Parameter, Tensor}
+_ADDRESS = Tensor.data_ptr
 _FLOATS = {torch.float32: 1, torch.float64: 2}
 
 
@@ -66,31 +65,24 @@ def glance(opt: BlockOptimizer) -> Glance | None:
         still = lam == (0, 0)  # A group without rate takes no part.
         choices.append((_choices(group), blocks, type(start), decay != 0, still, lam.kind))
     params = [p for group in opt.param_groups for p in group["params"]]
-    grads = [p.grad for p in params]
-    live = [g for g in grads if g is not None]
-    states = opt.state.values()
-    kept = list(chain.from_iterable(map(dict.values, states)))
-    place: Any = Tensor.data_ptr
-    strides: Any = Tensor.stride
-    extra = None
-    if not _PLAIN.issuperset(map(type, chain(params, kept))) or any(map(_is_sparse, live)):
-        place, strides = _place, _strides
-        extra = tuple((g.layout, getattr(g, "placements", None)) for g in live)
-    addresses = list(map(place, live))
+    live = [g for g in [p.grad for p in params] if g is not None]
+    kept = list(chain.from_iterable(map(dict.values, opt.state.values())))
+    absent = None if len(live) == len(params) else tuple(p.grad is None for p in params)
+    try:
+        addresses = list(map(_ADDRESS, live))
+        dense = tuple(map(Tensor.is_contiguous, live))
+        strides = None if all(dense) else tuple(map(Tensor.stride, live))
+        where = (*map(_ADDRESS, params), *map(_ADDRESS, kept))
+        simple = 0 not in where and 0 not in addresses
+    except (RuntimeError, TypeError):
+        simple = False
+    if not simple:  # a sparse gradient, a shard, an empty parameter, state of the user's own
+        addresses = list(map(_address, live))
+        strides = tuple(map(_layout, live))
+        where = (*map(_address, params), *map(_address, kept))
     odd = reduce(or_, addresses, 0) % 16 and tuple(a % 16 for a in addresses)
-    key = (
-        tuple(choices),
-        tuple(map(id, params)),
-        tuple(map(place, params)),
-        tuple(map(Tensor.numel, params)),
-        None if len(live) == len(grads) else tuple(g is None for g in grads),
-        tuple(map(strides, live)),
-        tuple(map(_dtype, live)),
-        odd,
-        tuple(map(id, states)),
-        tuple(map(place, kept)),
-        extra,
-    )
+    sizes = tuple(map(Tensor.numel, params))
+    key = (tuple(map(id, params)), where, sizes, strides, absent, odd, tuple(choices))
     return Glance(key, addresses, settings)
 
 
@@ -112,11 +104,13 @@ def _numbers(mu: float, decay: float, start: Any, maximize: bool) -> tuple[int, 
     return tuple(map(bits, (mu, log_mu, decay, c, -1.0 if maximize else 1.0)))
 
 
-def _place(t: Any) -> int:
+def _address(t: Any) -> int:
     """Where it lies: a shard's part on this rank; nowhere if it is sparse, or no tensor."""
     whole = isinstance(t, Tensor) and t.layout == torch.strided
     return sharded.local(t).data_ptr() if whole else 0
 
 
-def _strides(t: Tensor) -> tuple[int, ...]:
-    return sharded.local(t).stride() if t.layout == torch.strided else ()
+def _layout(g: Tensor) -> tuple[Any, ...]:
+    if g.layout != torch.strided:
+        return (g.layout,)
+    return (sharded.local(g).stride(), getattr(g, "placements", None))

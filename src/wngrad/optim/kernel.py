@@ -145,9 +145,9 @@ def _gradient(was, numbers, DECAY: tl.constexpr):
 
 
 @triton.jit
-def _sq_norm(was, numbers, DECAY: tl.constexpr):
+def _squares(was, numbers, DECAY: tl.constexpr):
     wide = _gradient(was, numbers, DECAY).to(tl.float64)
-    return tl.sum(wide * wide, axis=1)
+    return wide * wide
 
 
 @triton.jit
@@ -243,6 +243,7 @@ def _tile(
     SCALE: tl.constexpr,
     FOUND: tl.constexpr,
     TILE: tl.constexpr,
+    STAGES: tl.constexpr,
     COLS: tl.constexpr,
     WIDE: tl.constexpr,
     STRIDES: tl.constexpr,
@@ -301,12 +302,13 @@ def _tile(
             t = tl.load(r + T).to(tl.pointer_type(tl.float32)) + row * (METHOD == ADAM)
             steps = tl.load(t, mask=there, other=0.0)
         else:
-            sq = _sq_norm(was, numbers, DECAY)
+            squares = _squares(was, numbers, DECAY)
             if LONG:
-                for c in range(COLS, width, COLS):
+                for c in tl.range(COLS, width, COLS, num_stages=STAGES):
                     more = there[:, None] & (c + cols < width)
                     also = _read(at, here, c + cols, more, layout, METHOD, STRIDES)
-                    sq += _sq_norm(also, numbers, DECAY)
+                    squares += _squares(also, numbers, DECAY)
+            sq = tl.sum(squares, axis=1)
             if MODE == SUMS:
                 tl.store(parts + tl.load(r + PARTS) + rows, sq, mask=there)
             else:
@@ -321,7 +323,7 @@ def _tile(
             seed = start[:, None].to(tl.uint32) * 0x9E3779B1 + steps.to(tl.uint32) * 0x85EBCA77
             _write(was, cols, inside & on, inv, seed, numbers, DTYPE, METHOD, DECAY, ROUND)
             if LONG:
-                for c in range(COLS, width, COLS):
+                for c in tl.range(COLS, width, COLS, num_stages=STAGES):
                     more = on & (c + cols < width)
                     was = _read(at, here, c + cols, more, layout, METHOD, STRIDES)
                     _write(was, c + cols, more, inv, seed, numbers, DTYPE, METHOD, DECAY, ROUND)
@@ -348,6 +350,7 @@ def step_tiles(
     SCALE: tl.constexpr,
     FOUND: tl.constexpr,
     TILE: tl.constexpr,
+    STAGES: tl.constexpr,
     KINDS: tl.constexpr,
 ):
     """A few tiles for each program; `tiles` says of which parameter they are, and of which kind."""
@@ -359,7 +362,7 @@ def step_tiles(
             if kind == k:
                 _tile(
                     i, pid, rec, grads, conf, layouts, parts, coefs, scale, found,
-                    DTYPE, METHOD, DECAY, MODE, SKIP, LATCH, ROUND, SCALE, FOUND, TILE,
+                    DTYPE, METHOD, DECAY, MODE, SKIP, LATCH, ROUND, SCALE, FOUND, TILE, STAGES,
                     2 ** (k % 16), k < LOOSE, k >= STRIDED,
                 )  # fmt: skip
 

@@ -10,7 +10,17 @@ from torch import Tensor
 
 from wngrad.optim.glance import Glance
 from wngrad.optim.pieces import Family, Piece
-from wngrad.optim.tables import DTYPES, ELEMENTS, LONGEST, TILES, Batch, Method, Settler, Table
+from wngrad.optim.tables import (
+    DTYPES,
+    ELEMENTS,
+    LONGEST,
+    STAGES,
+    TILES,
+    Batch,
+    Method,
+    Settler,
+    Table,
+)
 
 if TYPE_CHECKING:
     from wngrad.optim.base import BlockOptimizer
@@ -29,7 +39,8 @@ class Plan:
     def __init__(
         self, opt: BlockOptimizer, families: list[Family], left: dict[Tensor, str], now: Glance
     ) -> None:
-        self.left, self.params = left, [p for g in opt.param_groups for p in g["params"]]
+        self.key, self.left = now.key, left
+        self.params = [p for group in opt.param_groups for p in group["params"]]
         number = {id(group): i for i, group in enumerate(opt.param_groups)}
         order = {p: i for i, p in enumerate(p for p in self.params if p.grad is not None)}
         batches: dict[Method, list[tuple[Family, int]]] = {}
@@ -53,7 +64,7 @@ class Plan:
             if launch.method.looks and (bad := launch.bad()) is not None:
                 return bad
         for launch in self._launches:
-            with launch.on_its_device():
+            with _on(launch.method.device):
                 launch.step()
         return None
 
@@ -71,7 +82,7 @@ class _Launch:
         self._everyone = index == list(range(len(grads)))
         self._grads = Table([grads[i] for i in index], batch.method.device)
         self._scale = self._found = self._nothing = batch.coefs
-        self._flags = {"SCALE": False, "FOUND": False}
+        self._flags, self._scaled = {"SCALE": False, "FOUND": False}, False
         self._constants = {
             "DTYPE": getattr(tl, DTYPES[batch.method.dtype]),
             "METHOD": batch.method.rule,
@@ -79,24 +90,22 @@ class _Launch:
             "SKIP": batch.method.skip,
             "LATCH": batch.method.latch,
             "ROUND": batch.method.rounds,
-            "TILE": TILES[batch.method.dtype],
+            "TILE": batch.method.tile,
+            "STAGES": STAGES[batch.method.dtype],
             "KINDS": batch.kinds,
         }
-        self._warps = TILES[batch.method.dtype] // ELEMENTS[batch.method.dtype]
-        self._compiled: dict[int, Any] = {}
-
-    def on_its_device(self) -> AbstractContextManager[Any]:
-        device = self.method.device
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
-            return nullcontext()
-        return torch.cuda.device(device)
+        self._warps = batch.method.tile // ELEMENTS[batch.method.dtype]
+        self._ready: dict[int, tuple[Any, tuple[Any, ...]]] = {}
 
     def prepare(self, grads: list[int], scale: Tensor | None, found: Tensor | None) -> None:
         self._grads.update(grads if self._everyone else [grads[i] for i in self._index])
+        if scale is found is None and not self._scaled:
+            return
         device, nothing = self.method.device, self._nothing
         self._scale = nothing if scale is None else scale.to(device, non_blocking=True)
         self._found = nothing if found is None else found.to(device, non_blocking=True)
         self._flags = {"SCALE": scale is not None, "FOUND": found is not None}
+        self._scaled = any(self._flags.values())
 
     def step(self) -> None:
         k, method = self.kernel, self.method
@@ -118,7 +127,7 @@ class _Launch:
 
     def bad(self) -> Refused | None:
         """A parameter with rows that are not finite. Waits for the device."""
-        with self.on_its_device():
+        with _on(self.method.device):
             self._tiles(self.kernel.SUMS)
             for settler in self.batch.settlers:
                 self._settle(settler, look=True)
@@ -129,6 +138,10 @@ class _Launch:
         return None
 
     def _tiles(self, mode: Any) -> None:
+        if mode.value in self._ready and not self._scaled:
+            launch, arguments = self._ready[mode.value]
+            launch(*arguments)
+            return
         batch = self.batch
         tensors = (
             batch.tiles,
@@ -142,18 +155,13 @@ class _Launch:
             self._found,
         )
         constants = {**self._constants, **self._flags, "MODE": mode.value}
-        scaled = self._scale is not self._nothing or self._found is not self._nothing
         grid = (batch.tiles.numel(), 1, 1)
-        if not scaled and mode.value in self._compiled:
-            self._compiled[mode.value][grid](*tensors, *self._ordered(constants))
-            return
-        made = self.kernel.step_tiles[grid](*tensors, **constants, num_warps=self._warps)
-        if made is not None and not scaled:  # None from the interpreter
-            self._compiled[mode.value] = made
-
-    def _ordered(self, constants: dict[str, Any]) -> list[Any]:
-        """As a compiled kernel takes them, which saves Triton's looking for it: half the launch."""
-        return [constants[name] for name in self.kernel.step_tiles.arg_names if name in constants]
+        compiled = self.kernel.step_tiles[grid](*tensors, **constants, num_warps=self._warps)
+        if compiled is not None and not self._scaled:  # None from the interpreter
+            # The next launch need not look for it, nor sort its arguments: half of a launch's time.
+            names = [name for name in self.kernel.step_tiles.arg_names if name in constants]
+            arguments = (*tensors, *(constants[name] for name in names))
+            self._ready[mode.value] = compiled[grid], arguments
 
     def _settle(self, settler: Settler, look: bool) -> None:
         method = self.method
@@ -177,6 +185,14 @@ class _Launch:
         )
 
 
+_HERE: AbstractContextManager[Any] = nullcontext()
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    here = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return _HERE if here else torch.cuda.device(device)
+
+
 def _method(opt: BlockOptimizer, family: Family) -> Method:
     from wngrad.optim import kernel as k
 
@@ -186,7 +202,7 @@ def _method(opt: BlockOptimizer, family: Family) -> Method:
     looks = group["nonfinite"] == "raise"
     longest = max(_length(part) for part in family.pieces)
     alone = len(family.pieces) + len(family.absent) == 1
-    whole = alone and not looks and longest <= LONGEST
+    whole, tiles = alone and not looks and longest <= LONGEST, TILES[part.p.dtype]
     return Method(
         part.p.device,
         part.p.dtype,
@@ -195,6 +211,7 @@ def _method(opt: BlockOptimizer, family: Family) -> Method:
         group["nonfinite"] == "skip",
         isinstance(group["b_init"], tuple),
         group["stochastic_rounding"] and part.p.dtype == torch.bfloat16,
+        next((n for n in tiles if longest <= n and whole), tiles[-1] if whole else tiles[0]),
         whole,
         looks,
     )

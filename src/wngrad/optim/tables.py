@@ -14,33 +14,60 @@ from wngrad.optim.layout import Layout, layout
 from wngrad.optim.pieces import Family, Piece
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# Elements in a tile, and for each warp that works on it. Of a dozen shapes tried on an H200 with
-# 1.2 B parameters these were the fastest. (Loads ahead of time through shared memory, and fewer
-# registers for more programs at once, were slower.) A row that is longer than the tile is read
+# Elements in a tile, for short and for longer rows, and elements for each warp that works on it. Of
+# fifteen shapes tried on an H200 these were the fastest for 1.2 B parameters (with 2^9 elements a
+# warp in float32 by another 2 %, but then ResNet-18's long rows take 67 µs instead of 50). Fewer
+# registers, for more programs at once, were slower. A row that is longer than the tile is read
 # twice, the second time from the cache.
-TILES = {torch.float32: 2**11, torch.bfloat16: 2**12, torch.float16: 2**12}
-ELEMENTS = {torch.float32: 2**9, torch.bfloat16: 2**11, torch.float16: 2**11}
+_HALF = (2**12, 2**13)
+TILES = {torch.float32: (2**11,), torch.bfloat16: _HALF, torch.float16: _HALF}
+ELEMENTS = {torch.float32: 2**10, torch.bfloat16: 2**11, torch.float16: 2**11}
 MOST_TILES, PROGRAMS = 16, 2**13  # of one program, as long as there are so many programs left
+STAGES = {torch.float32: 3, torch.bfloat16: 1, torch.float16: 1}  # loads ahead, in longer rows
+_SLOTS = 8
 LONGEST = 2**16  # longer rows are cut between programs, which reads their gradient twice
 _SINGLE, _JOINT = (1, 4096), (128, 16)  # rows × summands that a program settles at once
 
 
 class Table:
-    """Words of 64 bits on the device, sent again when one of them changes. Waits for nothing."""
+    """Words of 64 bits on the device, sent again when one of them changes. Waits for nothing.
+
+    (Unless the device is eight sendings behind: then for the oldest to be over.)
+    """
 
     def __init__(self, words: Sequence[int], device: torch.device) -> None:
         self.tensor = torch.empty(max(1, len(words)), dtype=torch.int64, device=device)
-        self.words: list[int] = []
+        self.words: Sequence[int] = ()
+        self._ring: list[tuple[Tensor, Any, torch.cuda.Event | None]] = []
+        self._turn = 0
         self.update(words)
 
     def update(self, words: Sequence[int]) -> None:
         if words == self.words or not words:
             return
-        # torch keeps pinned memory from being used again before it has been read. A graph, should
-        # it capture this, reads it for as long as it lives.
-        self._sent = torch.tensor(words, dtype=torch.int64, pin_memory=self.tensor.is_cuda)
-        self.tensor.copy_(self._sent, non_blocking=True)
-        self.words = list(words)
+        staged, view, sent = self._slot(len(words))
+        view[:] = words
+        self.tensor.copy_(staged, non_blocking=True)
+        if sent is not None:
+            sent.record()
+        self.words = words
+
+    def _slot(self, size: int) -> tuple[Tensor, Any, torch.cuda.Event | None]:
+        """Memory from which nothing is being sent."""
+        if len(self._ring) < _SLOTS:
+            cuda = self.tensor.is_cuda
+            staged = torch.empty(size, dtype=torch.int64, pin_memory=cuda)
+            self._ring.append((staged, staged.numpy(), _event() if cuda else None))
+            return self._ring[-1]
+        self._turn = (self._turn + 1) % _SLOTS
+        slot = self._ring[self._turn]
+        if slot[2] is not None:
+            slot[2].synchronize()
+        return slot
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 class Method(NamedTuple):
@@ -53,6 +80,7 @@ class Method(NamedTuple):
     skip: bool
     latch: bool
     rounds: bool  # stochastically
+    tile: int  # elements a program holds at once
     whole: bool  # a row's norm, b and move by one program
     looks: bool  # at everything, before anything is changed
 
@@ -66,7 +94,7 @@ class Batch:
         self.method = method
         members = [(part, f, group) for f, group in families for part in f.pieces]
         shapes = [cast(Layout, layout(part, part.state.get(buffer))) for part, _, _ in members]
-        tile, both = TILES[method.dtype], list(zip(members, shapes, strict=True))
+        tile, both = method.tile, list(zip(members, shapes, strict=True))
         kinds = [_kind(k, part, s, buffer, tile) for (part, _, _), s in both]
         pieces = [1 if method.whole else max(1, -(-s.length // tile)) for s in shapes]
         rows = [tile // max(2 ** (kind % 16), k.ROOM_FOR_B.value) for kind in kinds]
