@@ -73,7 +73,7 @@ def measure(name: str, device: str, folder: Path | None, repeats: int) -> dict[s
     sweep = RECIPES[name]
     sweep = replace(sweep, precision=_precision(sweep, device))
     data = load(sweep.dataset, folder)
-    pack = packs(sweep.settings, sweep.seeds, sweep.most_lanes)[0]
+    pack = sweep.cut(sweep.seeds)[0]
     began = time.perf_counter()
     program = PROGRAMS[sweep.program](sweep, pack, data, device)
     epoch(program)

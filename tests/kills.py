@@ -196,6 +196,7 @@ class Trivial:
         self.pack, self.epoch, self.step, self.steps = pack, 0, 0, 1
         self.diverged = [None] * len(pack.lanes)
         self.curves: dict[str, list[list[float]]] = {"train_loss": []}
+        self.start: dict[str, list[float]] = {}
 
     def advance(self, steps: int) -> None:
         self.epoch += 1

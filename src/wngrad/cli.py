@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast, get_args
 
 import numpy as np
 
@@ -21,6 +22,10 @@ except ImportError:  # pragma: no cover
 
 from wngrad.batch import Certificate, EvaluationError, Result, minimize
 from wngrad.problems import ZOO, Problem
+
+if TYPE_CHECKING:
+    from wngrad.lab.spec import Kind
+    from wngrad.lab.supervisor import Job, Outcome
 
 app = typer.Typer(
     add_completion=False,
@@ -133,8 +138,7 @@ def run(
 ) -> None:
     """Train every lane of a recipe. What is done is left alone; what was interrupted goes on."""
     from wngrad.lab import recipes
-    from wngrad.lab.progress import Watch
-    from wngrad.lab.supervisor import Job, supervise
+    from wngrad.lab.supervisor import Job
 
     try:
         sweep = recipes.find(recipe).scaled(epochs=epochs, seeds=seeds)
@@ -144,20 +148,78 @@ def run(
         sweep = replace(sweep, lanes_per_pack=lanes)
     folder = out or Path("out") / sweep.name
     _make(folder)
-    job = Job(sweep, folder, data, device, note, save_every)
-    with Watch(sweep.name) as watch:
-        outcome = supervise(job, watch, patience)
-    again = shlex.join(["wngrad", *sys.argv[1:]])
-    if outcome.status in (130, 143):
-        print(f"Stopped; everything so far is saved in {folder}. Go on with: {again}")
-    elif outcome.text:
-        _fail(outcome.text)
-    else:
-        where = [] if out is None else ["--out", str(out)]
-        following = shlex.join(["wngrad", "report", recipe, *where])
-        print(f"{watch.text()}. Records are in {folder}; next: {following}")
-        for lane in outcome.failed:
-            print(f"Failed: {lane}")
+    outcome, told = _trained(Job(sweep, folder, data, device, note, save_every), patience)
+    where = [] if out is None else ["--out", str(out)]
+    following = shlex.join(["wngrad", "report", recipe, *where])
+    print(f"{told}. Records are in {folder}; next: {following}")
+    for lane in outcome.failed:
+        print(f"Failed: {lane}")
+    raise typer.Exit(outcome.status)
+
+
+@app.command()
+def sweep(
+    task: Annotated[str, typer.Argument(help="file.py with a `task`; file.py:name; module:name.")],
+    optimizers: Annotated[
+        str, typer.Option(help="With commas: names, module:Class, or file.py:function.")
+    ] = "sgd,adam,wngrad,wnadam",
+    lam_from: Annotated[float, typer.Option(help="The least λ of the grid.")] = 1e-4,
+    lam_to: Annotated[float, typer.Option(help="The greatest.")] = 10.0,
+    per_decade: Annotated[int, typer.Option(help="How many λ a decade.")] = 2,
+    lam: Annotated[str | None, typer.Option(help="The grid itself, with commas.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs at each λ.")] = 3,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Instead of the task's.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="A folder; out/NAME if not given.")] = None,
+    lanes: Annotated[
+        int | None, typer.Option(min=1, help="At most so many at once, if memory is short.")
+    ] = None,
+    program: Annotated[
+        str, typer.Option(help="auto, or how to run: stacked, branches or lone.")
+    ] = "auto",
+    note: Annotated[str, typer.Option(help="What a reader of the report must know.")] = "",
+    patience: Annotated[
+        float | None,
+        typer.Option(min=1, help="Seconds of silence (compilation is silent) to call a hang."),
+    ] = None,
+    save_every: Annotated[float, typer.Option(min=0, help="Seconds between checkpoints.")] = 30.0,
+) -> None:
+    """How much does your own training depend on the learning rate? Trains, resumes and reports."""
+    from wngrad.lab import sweep_plan, sweep_told
+    from wngrad.lab.supervisor import Job
+
+    try:
+        grid = _numbers("lam", lam) if lam else sweep_plan.grid(lam_from, lam_to, per_decade)
+        plan = sweep_plan.plan(
+            task,
+            lam=grid,
+            seeds=seeds,
+            optimizers=[name.strip() for name in optimizers.split(",") if name.strip()],
+            epochs=epochs,
+            device=device,
+            program=_kind(program),
+            lanes=lanes,
+        )
+    except ValueError as error:
+        _fail(str(error))
+    folder = out or Path("out") / sweep_plan.folder(plan.sweep.name)
+    _make(folder)
+    for line in plan.how:
+        print(line)
+    outcome, _ = _trained(Job(plan.sweep, folder, None, device, note, save_every), patience)
+    try:
+        told = sweep_told.write(plan, folder, shlex.join(["wngrad", *sys.argv[1:]]), _warn)
+    except ImportError as error:
+        _fail(f"reports need the extra `lab`: pip install 'wngrad[lab]' ({error}).")
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    table = Table()
+    for head in told.heads:
+        table.add_column(head, overflow="fold")
+    for row in told.rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 140).print(table, markup=False)
+    print(*told.lines, sep="\n")
     raise typer.Exit(outcome.status)
 
 
@@ -179,7 +241,7 @@ def report(
         sweep = recipes.find(recipe)
         folder = out or Path("out") / sweep.name
         source = records or folder
-        store = Store(source, warn=lambda text: print(f"wngrad: {text}", file=sys.stderr))
+        store = Store(source, warn=_warn)
         one_file = records is not None and not source.is_dir()
         found = exported(source) if one_file else store.records()
         written = report_.write(sweep, found, folder, recipe=recipe)
@@ -193,14 +255,120 @@ def report(
         _fail(str(error))
 
 
+@app.command()
+def tournament(
+    data: Annotated[
+        Path | None,
+        typer.Option(help="A folder with the data (or set WNGRAD_DATA); else it is downloaded."),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="For the tasks that gain from a GPU: cpu, cuda, or auto.")
+    ] = "auto",
+    workers: Annotated[int, typer.Option(min=1, help="Processes at once.")] = 2,
+    tasks: Annotated[str, typer.Option(help="With commas; all if not given.")] = "",
+    contestants: Annotated[str, typer.Option(help="With commas; all if not given.")] = "",
+    seeds: Annotated[int | None, typer.Option(min=1, help="Instead of each task's own.")] = None,
+    scale: Annotated[
+        float, typer.Option(help="The part of every data set to use: less than 1 to try it out.")
+    ] = 1.0,
+    limit: Annotated[
+        float | None, typer.Option(min=1, help="Seconds after which to stop, and export.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="A folder for the exported records.")] = Path(
+        "results/tournament"
+    ),
+    work: Annotated[Path, typer.Option(help="A folder for what is under way; may be large.")] = (
+        Path("out/tournament")
+    ),
+    note: Annotated[str, typer.Option(help="What a reader of the page must know.")] = "",
+    report: Annotated[
+        bool, typer.Option("--report", help="Write the page from the records; train nothing.")
+    ] = False,
+    page: Annotated[Path, typer.Option(help="The page that --report writes.")] = Path(
+        "docs/tournament.md"
+    ),
+) -> None:
+    """WNGrad among its rivals: at their defaults, and over the decades of λ. Goes on where it was.
+
+    Records already in OUT or in results/tournament are not run again.
+    """
+    from wngrad.lab import tournament as plans
+    from wngrad.lab.tournament_run import Tournament
+
+    os.environ["WNGRAD_SCALE"] = str(scale)  # the workers read it, too
+    who = [name for name in contestants.split(",") if name]
+    try:
+        if report:
+            from wngrad.lab import tournament_report
+
+            for path in tournament_report.write(out, page):
+                print(f"Wrote {path}.")
+            return
+        parts = plans.plan([name for name in tasks.split(",") if name], who, seeds, device)
+    except ImportError as error:
+        _fail(f"reports need the extra `lab`: pip install 'wngrad[lab]' ({error}).")
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    for line in plans.absent(who):
+        print(line, file=sys.stderr)
+    print(f"{plans.estimate(parts, workers)}.", flush=True)
+    known, said = [Path("results/tournament")], plans.note(who, note)
+    games = Tournament(parts, out, work, data, workers, limit, known, said, _say)
+    try:
+        status = games.run()
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    print(f"{games.text()}. Records are in {out}; next: wngrad tournament --report")
+    raise typer.Exit(status)
+
+
+def _say(text: str) -> None:
+    print(f"tournament: {text}", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     app()
+
+
+def _trained(job: Job, patience: float | None) -> tuple[Outcome, str]:
+    """Run a job under a bar; leaves if it was stopped, or could not begin."""
+    from wngrad.lab.progress import Watch
+    from wngrad.lab.supervisor import supervise
+
+    with Watch(job.sweep.name) as watch:
+        outcome = supervise(job, watch, patience)
+    if outcome.status in (130, 143):
+        again = shlex.join(["wngrad", *sys.argv[1:]])
+        print(f"Stopped; everything so far is saved in {job.out}. Go on with: {again}")
+        raise typer.Exit(outcome.status)
+    if outcome.text:
+        _fail(outcome.text)
+    return outcome, watch.text()
+
+
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        _fail(f"`--{name}` must be numbers with commas, got {text!r}.")
+
+
+def _kind(text: str) -> Kind | None:
+    from wngrad.lab.spec import Kind
+
+    if text not in ("auto", *get_args(Kind)):
+        _fail(f"`--program` must be auto, {', '.join(get_args(Kind))}, got {text!r}.")
+    return None if text == "auto" else cast("Kind", text)
 
 
 def _fail(message: str) -> NoReturn:
     """A user's mistake: one line, exit code 2."""
     print(f"wngrad: {' '.join(message.split())}", file=sys.stderr)
     raise typer.Exit(2)
+
+
+def _warn(text: str) -> None:
+    print(f"wngrad: {text}", file=sys.stderr)
 
 
 def _make(folder: Path) -> None:
@@ -330,3 +498,7 @@ def _held(good: int, cert: Certificate) -> str:
 
 def _text(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.6g}"
+
+
+if __name__ == "__main__":
+    main()

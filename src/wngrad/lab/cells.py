@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from wngrad.lab.spec import Metric
 
 ACCURACY: Metric = "test_accuracy"
+LOSSES: tuple[Metric, ...] = ("train_loss", "test_loss")
+HIGHER: tuple[Metric, ...] = (ACCURACY, "test_score")  # where more is better
 LABELS = {
     "sgd": "SGD",
     "sgd-momentum": "SGD-Momentum",
@@ -31,7 +33,7 @@ LABELS = {
 
 def label(name: str) -> str:
     """How a report writes the name of an optimizer, metric, dataset or model."""
-    return LABELS.get(name, name)
+    return LABELS.get(name, name.rpartition(".py:")[2])
 
 
 def lam_text(lam: float) -> str:
@@ -69,7 +71,7 @@ class Cell:
         """For ranking, lower is better: infinite as soon as one seed diverged."""
         if self.mean is None or self.diverged:
             return math.inf
-        return -self.mean if self.metric == ACCURACY else self.mean
+        return -self.mean if self.metric in HIGHER else self.mean
 
     def __str__(self) -> str:
         if not self.lanes:

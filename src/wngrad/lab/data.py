@@ -11,7 +11,7 @@ import os
 import sys
 import tarfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
@@ -20,9 +20,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from wngrad.lab.models import imported
+from wngrad.lab.named import imported
+from wngrad.lab.objective import CLASSIFICATION, Objective
 
 Array: TypeAlias = Any  # a NumPy array of bytes
 Found: TypeAlias = tuple[object, bytes]  # the path that an error names, and what is in it
@@ -43,16 +44,18 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Data:
-    """A classification problem, normalized by the statistics of its training set."""
+    """A problem to train on: the paper's are classifications, a task brings its own loss."""
 
     name: str
-    train_x: Tensor  # (n, *shape), float32
-    train_y: Tensor  # (n,), int64
+    train_x: Tensor  # (n, *shape); in the paper's float32
+    train_y: Tensor  # (n, …); in the paper's the classes, int64
     test_x: Tensor
     test_y: Tensor
-    classes: int
+    classes: int  # 0 where there are none
     fingerprint: str  # sha256 of the raw arrays: whether two runs saw the same data
     published: bool | None = None  # whether the bytes are the published ones; None: unknown
+    objective: Objective = CLASSIFICATION
+    model: Callable[[], nn.Module] | None = None  # its own network; None: the sweep names one
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wngrad.lab.cells import ACCURACY, Cell, label, lam_text
+from wngrad.lab.axes import Axis, axis, marks
+from wngrad.lab.cells import Cell, label, lam_text
 from wngrad.lab.results import Results
 from wngrad.lab.spec import Metric
 
-# No classifier with a larger loss is worth telling from another: it is marked on the edge.
-CEILING = 10.0
-FLOOR = 1e-6  # A loss of zero has no place on a log axis: it is drawn here.
 ROW = 0.032  # of a panel's height: one row of marks on its edge
 DASHES = ("-", "--", ":", "-.")
 COLUMNS = 4  # of the legend
@@ -51,8 +49,14 @@ SPARE = (
 def looks(optimizers: Sequence[str]) -> dict[str, Look]:
     """A look for every optimizer: its own, or one of the spare ones in turn."""
     others = [name for name in optimizers if name not in LOOKS]
-    spare = {name: SPARE[k % len(SPARE)] for k, name in enumerate(others)}
+    spare = {name: _spare(k) for k, name in enumerate(others)}
     return {name: LOOKS.get(name) or spare[name] for name in optimizers}
+
+
+def _spare(k: int) -> Look:
+    """After the last, the colours come again with other markers."""
+    color, shape = SPARE[k % len(SPARE)], SPARE[(k + k // len(SPARE)) % len(SPARE)]
+    return Look(color.color, shape.marker, shape.symbol)
 
 
 def write(results: Results, notes: Sequence[str], paths: Sequence[Path]) -> None:
@@ -88,26 +92,14 @@ def draw(results: Results, notes: Sequence[str] = ()) -> Any:
     return fig
 
 
-def height(cell: Cell) -> float | None:
-    """Where a mean is drawn: accuracy in per cent, a loss kept within reach of a log axis."""
-    if cell.mean is None or cell.metric == ACCURACY:
-        return None if cell.mean is None else 100 * cell.mean
-    return min(max(cell.mean, FLOOR), 1e3 * CEILING)
-
-
-def bar(cell: Cell) -> float:
-    """The standard deviation, as it is drawn."""
-    return (cell.sd or 0) * (100 if cell.metric == ACCURACY else 1)
-
-
 def _over_lam(ax: Any, results: Results, metric: Metric) -> None:
-    lams, marks, means = sorted(results.sweep.lam), False, []
+    lams, marked, means, on = sorted(results.sweep.lam), False, [], axis(results, metric)
     for row, (name, look) in enumerate(looks(results.sweep.optimizers).items()):
         cells = {lam: results.cell(name, lam, metric) for lam in lams}
         drawn = {lam: cell for lam, cell in cells.items() if cell.mean is not None}
-        y = [math.nan if above(cell) else height(cell) or 0.0 for cell in drawn.values()]
-        sd = [0.0 if above(cell) else bar(cell) for cell in drawn.values()]
-        down = [s if s < v or metric == ACCURACY else 0 for s, v in zip(sd, y, strict=True)]
+        y = [math.nan if on.beyond(cell) else on.height(cell) or 0.0 for cell in drawn.values()]
+        sd = [0.0 if on.beyond(cell) else on.bar(cell) for cell in drawn.values()]
+        down = [s if s < v or not on.log else 0 for s, v in zip(sd, y, strict=True)]
         style = _style(look, row, len(results.sweep.optimizers))
         ax.errorbar(list(drawn), y, yerr=(down, sd), capsize=2, elinewidth=0.9, **style)
         partial = [
@@ -115,14 +107,16 @@ def _over_lam(ax: Any, results: Results, metric: Metric) -> None:
         ]
         hollow = {"markerfacecolor": "white", "linestyle": "none", "zorder": 5}
         ax.plot(*(zip(*partial, strict=True) if partial else ([], [])), **style, **hollow)
-        marks |= _edge(ax, cells, metric, row, look)
+        marked |= _edge(ax, cells, on, row, look)
         means += [v for v in y if math.isfinite(v)]
-    _limits(ax, metric, means, len(results.sweep.optimizers) if marks else 0)
+    _limits(ax, on, means, len(results.sweep.optimizers) if marked else 0)
+    if on.usable is not None:
+        ax.axhline(on.usable, color="#333333", linewidth=0.8, linestyle="--", zorder=0)
     ax.set_xscale("log")
     _plain(ax.xaxis)
     ax.set_xlim(lams[0] / 1.4, lams[-1] * 1.4)
     ax.set_xlabel("λ")
-    ax.set_title(f"{label(metric)} at epoch {results.epochs}")
+    ax.set_title(f"{results.label(metric)} at epoch {results.epochs}")
 
 
 def _style(look: Look, row: int, rows: int) -> dict[str, Any]:
@@ -132,11 +126,11 @@ def _style(look: Look, row: int, rows: int) -> dict[str, Any]:
     return {"color": look.color, "marker": look.marker, **bulk}
 
 
-def _edge(ax: Any, cells: dict[float, Cell], metric: Metric, row: int, look: Look) -> bool:
+def _edge(ax: Any, cells: dict[float, Cell], on: Axis, row: int, look: Look) -> bool:
     """Mark what has no place in the panel, each optimizer in a row of its own."""
-    place = 1 - ROW * (row + 0.8) if metric != ACCURACY else ROW * (row + 0.8)
+    place = ROW * (row + 0.8) if on.higher else 1 - ROW * (row + 0.8)
     lost = [lam for lam, cell in cells.items() if cell.diverged]
-    high = [lam for lam, cell in cells.items() if above(cell) and not cell.diverged]
+    high = [lam for lam, cell in cells.items() if on.beyond(cell) and not cell.diverged]
     at = {"transform": ax.get_xaxis_transform(), "linestyle": "none", "color": look.color}
     ax.plot(lost, [place] * len(lost), marker="x", markersize=5, **at)
     hollow = {"markerfacecolor": "white", "markersize": 4.5}
@@ -144,18 +138,15 @@ def _edge(ax: Any, cells: dict[float, Cell], metric: Metric, row: int, look: Loo
     return bool(lost or high)
 
 
-def above(cell: Cell) -> bool:
-    """Whether a loss is too high to be drawn to scale."""
-    return cell.metric != ACCURACY and cell.mean is not None and cell.mean > CEILING
-
-
 def _over_epochs(ax: Any, results: Results, metric: Metric) -> None:
-    every, means, lost = looks(results.sweep.optimizers), [], []
+    every, on = looks(results.sweep.optimizers), axis(results, metric)
+    means: list[float] = []
+    lost: list[tuple[int, str]] = []
     for name, lam, dash in _lines(results):
         cells = results.curve(name, lam, metric)
         # Where a seed diverges the mean would be that of the others: the line ends in a cross.
         end = next((k for k, cell in enumerate(cells) if cell.mean is None or cell.diverged), None)
-        y = [h for cell in cells[:end] if (h := height(cell)) is not None]
+        y = [h for cell in cells[:end] if (h := on.height(cell)) is not None]
         row, step = list(every).index(name), max(1, results.epochs // 6)
         apart = (row * step // len(every), step)  # markers that do not hide each other
         style = _style(every[name], row, len(every))
@@ -163,16 +154,16 @@ def _over_epochs(ax: Any, results: Results, metric: Metric) -> None:
         means += y
         if end is not None and cells[end].diverged:
             lost.append((end + 1, every[name].color))
-    place = 1 - ROW / 2 if metric != ACCURACY else ROW / 2
+    place = ROW / 2 if on.higher else 1 - ROW / 2
     for epoch, color in lost:
         at = {"transform": ax.get_xaxis_transform(), "clip_on": False}
         ax.plot([epoch], [place], marker="x", color=color, markersize=5, **at)
-    _limits(ax, metric, means, 1 if lost else 0)
+    _limits(ax, on, means, 1 if lost else 0)
     ax.set_xlim(0, max(results.epochs, 1) * 1.02)
     ax.set_xlabel("epoch")
     named = " and ".join(lam_text(lam) for lam, _ in _named(results))
     where = f"λ = {named}" if named else "the best λ of each"
-    ax.set_title(f"{label(metric)} over the epochs, at {where}")
+    ax.set_title(f"{results.label(metric)} over the epochs, at {where}")
 
 
 def _named(results: Results) -> list[tuple[float, str]]:
@@ -189,24 +180,26 @@ def _lines(results: Results) -> list[tuple[str, float, str]]:
     return [(best.optimizer, best.lam, DASHES[0]) for best in bests if best]
 
 
-def _limits(ax: Any, metric: Metric, values: Sequence[float], rows: int) -> None:
+def _limits(ax: Any, on: Axis, values: Sequence[float], rows: int) -> None:
     """Fit the axis to the values, with a strip for `rows` of marks on the edge of what is bad."""
     strip, gap = 0.02 + ROW * rows, 0.025
     room = 1.05 * (strip + gap) / (1 - strip - gap)  # beyond the values, in their reach
-    if metric == ACCURACY:
-        low, high = min(values, default=0.0), max(values, default=100.0)
-        reach = max(high - low, 5.0)
-        ax.set_ylim(low - reach * room, high + reach * 0.05)
-        ax.yaxis.set_major_formatter("{x:g} %")
+    if not on.log:
+        near = [max(v, on.worst) if on.higher else min(v, on.worst) for v in values]
+        low, high = min(near, default=0.0), max(near, default=100.0 if on.percent else 1.0)
+        reach = max(high - low, 5.0 if on.percent else 1e-9)
+        ends = (0.05, room) if not on.higher else (room, 0.05)
+        ax.set_ylim(low - reach * ends[0], high + reach * ends[1])
+        ax.yaxis.set_major_formatter("{x:g} %" if on.percent else "{x:g}")
     else:
-        near = [min(v, CEILING) for v in values]
-        low, high = min(near, default=0.1), max(near, default=CEILING)
+        near = [min(v, on.worst) for v in values]
+        low, high = min(near, default=0.1), max(near, default=min(on.worst, 10.0))
         reach = max(math.log10(high / low), 0.3)
         ax.set_yscale("log", nonpositive="clip")
         ax.set_ylim(low / 10 ** (reach * 0.05), high * 10 ** (reach * room))
         _plain(ax.yaxis)
     if rows:
-        place = strip if metric == ACCURACY else 1 - strip
+        place = strip if on.higher else 1 - strip
         ax.plot([0, 1], [place] * 2, ":", color="#aaaaaa", linewidth=0.8, transform=ax.transAxes)
     ax.grid(color="#e6e6e6", linewidth=0.6)
     ax.set_axisbelow(True)
@@ -218,7 +211,8 @@ def _plain(axis: Any) -> None:
 
     def between(value: float, position: int | None = None) -> str:
         low, high = axis.get_view_interval()
-        return f"{value:g}" if high < 20 * low and f"{value:e}"[0] in "235" else ""
+        some = "23456789" if high < 2.2 * low else "235"
+        return f"{value:g}" if high < 20 * low and f"{value:e}"[0] in some else ""
 
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(between)
@@ -226,20 +220,16 @@ def _plain(axis: Any) -> None:
 
 def _footnote(results: Results, notes: Sequence[str]) -> list[str]:
     made = ", ".join(f"{key} {_short(value)}" for key, value in results.provenance().items())
-    lines = [f"{results.facts()}. Mean over the seeds; bars: one standard deviation.", MARKS]
+    lines = [
+        f"{results.facts()}. Mean over the seeds; bars: one standard deviation.",
+        marks(results),
+    ]
     lines += [f"{made}." if made else "", *results.notes(), *notes, *results.left_out()]
     return [part for line in lines for part in textwrap.wrap(line, 185)]
 
 
 def _short(value: str) -> str:
     return value if len(value) < 60 else f"{value[:12]}…"
-
-
-MARKS = (
-    f"×: a seed diverged, and a hollow marker is the mean of the others; a hollow marker beyond "
-    f"the dotted line: a mean loss above {CEILING:g}. A bar that would reach below zero has no "
-    f"foot, and a loss below {FLOOR:g} is drawn there."
-)
 
 
 def _handles(results: Results) -> list[Any]:

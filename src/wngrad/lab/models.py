@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from importlib import import_module
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+
+from wngrad.lab.named import imported
+
+if TYPE_CHECKING:
+    from wngrad.lab.data import Data
 
 Factory = Callable[[tuple[int, ...], int], nn.Module]
 
@@ -88,9 +92,20 @@ MODELS: dict[str, Factory] = {"mlp": mlp, "cnn": cnn, "resnet18": resnet18}
 def build(name: str, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
     """The network `name` with torch's default initialization, drawn from `seed` alone."""
     factory = MODELS.get(name) or imported(name, "model", MODELS)
+    return _seeded(lambda: factory(shape, classes), seed)
+
+
+def network(name: str, data: Data, seed: int) -> nn.Module:
+    """The network for some data: its own, if it brings one, or the one called `name`."""
+    if data.model is not None:
+        return _seeded(data.model, seed)
+    return build(name, data.shape, data.classes, seed)
+
+
+def _seeded(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return factory(shape, classes)
+        return factory()
 
 
 def why_not_together(model: nn.Module) -> str | None:
@@ -101,19 +116,3 @@ def why_not_together(model: nn.Module) -> str | None:
     if not all(p.requires_grad for p in model.parameters()):
         return "it has parameters that do not require a gradient"
     return None
-
-
-def imported(name: str, argument: str, known: Iterable[str]) -> Callable[..., Any]:
-    """What "module:function" names, or an error that says what would do."""
-    names = ", ".join(known)
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        raise ValueError(f"lab: `{argument}` must be one of {names} or module:name, got {name!r}.")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"lab: `{argument}` {name!r} cannot be imported: {error}.") from error
-    if not callable(found):
-        raise ValueError(f"lab: `{argument}` {name!r} must be callable, got {found!r}.")
-    callable_: Callable[..., Any] = found
-    return callable_

@@ -10,13 +10,16 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from wngrad.lab.cells import ACCURACY, Cell, label, lam_text
+from wngrad.lab import sweep_table
+from wngrad.lab.axes import Axis, axis, marks
+from wngrad.lab.cells import Cell, label, lam_text
 from wngrad.lab.claims import Finding
-from wngrad.lab.figures import CEILING, MARKS, above, bar, height, looks
+from wngrad.lab.figures import looks
 from wngrad.lab.recipes import commands
 from wngrad.lab.results import Results
-from wngrad.lab.spec import METRICS, Metric
+from wngrad.lab.spec import Metric
 
+CLAIMS = ("claim", "source", "measured (mean ± sd)", "n (lanes)", "how judged", "verdict")
 GLYPHS = {  # plotly's symbols as text
     "circle": "●",
     "square": "■",
@@ -45,16 +48,14 @@ def render(
         "claim": escape(sweep.claim),
         "facts": escape(results.facts()),
         "epoch": str(results.epochs),
-        "run": escape(commands(results, recipe)[0]),
-        "report": escape(commands(results, recipe)[1]),
-        "marks": escape(MARKS),
-        "verdicts": escape(verdicts(results, findings)),
-        "findings": "".join(_finding(found) for found in findings),
+        "commands": " and ".join(map(_code, commands(results, recipe))),
+        "marks": escape(marks(results)),
+        **(_dependence(results) if sweep.task else _claims(results, findings)),
         "optimizers": "".join(map(_optimizer, _optimizers(results))),
         "choices": _choices(results),
-        "charts_over_lam": "".join(_chart("lam", metric) for metric in sweep.metrics),
-        "charts_over_epochs": "".join(_chart("epochs", metric) for metric in sweep.metrics),
-        "columns": "".join(f'<th scope="col">{label(metric)}</th>' for metric in METRICS),
+        "charts_over_lam": "".join(_chart(results, "lam", metric) for metric in sweep.metrics),
+        "charts_over_epochs": "".join(_chart(results, "epochs", m) for m in sweep.metrics),
+        "columns": "".join(_head(results.label(metric)) for metric in results.metrics),
         "values": "".join(_rows(results)),
         "remarks": "".join(f"<li>{escape(text)}</li>" for text in remarks),
         "provenance": "".join(_row([k, v]) for k, v in results.provenance().items()),
@@ -66,6 +67,43 @@ def render(
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
 
 
+def _claims(results: Results, findings: Sequence[Finding]) -> dict[str, str]:
+    """The first section of the paper's figures."""
+    return {
+        "head": "What is claimed, and what was measured",
+        "verdicts": escape(verdicts(results, findings)),
+        "table": "claims",
+        "heads": "".join(map(_head, CLAIMS)),
+        "rows": "".join(_finding(found) for found in findings),
+        "legend": "",
+    }
+
+
+def _dependence(results: Results) -> dict[str, str]:
+    """The first section of a sweep of one's own."""
+    found = sweep_table.rows(results)
+    heads = sweep_table.heads(results)
+    return {
+        "head": "How much each optimizer depends on λ",
+        "verdicts": escape(sweep_table.verdict(results, found) + provisional(results)),
+        "table": "dependence",
+        "heads": "".join(map(_head, heads)),
+        "rows": "".join(_carded(heads, sweep_table.texts(results, row)) for row in found),
+        "legend": escape(sweep_table.legend(results)),
+    }
+
+
+def _carded(heads: Sequence[str], cells: Sequence[str]) -> str:
+    first, *rest = (_unbroken(escape(cell)) for cell in cells)
+    both = zip(map(escape, heads[1:]), rest, strict=True)
+    tds = "".join(f'<td data-head="{head}">{cell}</td>' for head, cell in both)
+    return f"<tr><td>{first}</td>{tds}</tr>\n"
+
+
+def _code(text: str) -> str:
+    return f"<code>{escape(text)}</code>"
+
+
 def verdicts(results: Results, findings: Sequence[Finding]) -> str:
     """How many of the claims hold, and whether that is the last word."""
     good, bad, unknown = (sum(f.holds is way for f in findings) for way in (True, False, None))
@@ -74,14 +112,18 @@ def verdicts(results: Results, findings: Sequence[Finding]) -> str:
         f"{unknown} cannot be judged" if unknown else "",
     ]
     first = f"{good} of {len(findings)} claims hold"
-    text = "; ".join(part for part in (first, *rest) if part) + "."
+    return "; ".join(part for part in (first, *rest) if part) + "." + provisional(results)
+
+
+def provisional(results: Results) -> str:
+    """What is still to come, if anything is."""
     seeds, sweep = len({lane.seed for lane in results.done}), results.sweep
-    if results.epochs < sweep.epochs or seeds < len(sweep.seeds):
-        text += (
-            f" Provisional: {results.epochs} of {sweep.epochs} epochs, "
-            f"{seeds} of {len(sweep.seeds)} seeds."
-        )
-    return text
+    if results.epochs == sweep.epochs and seeds == len(sweep.seeds):
+        return ""
+    return (
+        f" Provisional: {results.epochs} of {sweep.epochs} epochs, "
+        f"{seeds} of {len(sweep.seeds)} seeds."
+    )
 
 
 def embedded(value: Any) -> str:
@@ -93,15 +135,14 @@ def _finding(found: Finding) -> str:
     kind = {True: "good", False: "bad", None: "open"}[found.holds]
     n = str(found.n) if found.n else "–"
     cells = {
-        "claim": escape(found.text),
         "source": escape(found.source),
         "measured": _unbroken(escape(found.measured)),
         "n (lanes)": n,
         "how judged": escape(found.rule),
-        "verdict": f'<span class="badge {kind}">{found.verdict}</span>',
     }
     row = "".join(f'<td data-head="{head}">{cell}</td>' for head, cell in cells.items())
-    return f"<tr>{row}</tr>\n"
+    badge = f'<span class="badge {kind}">{found.verdict}</span>'
+    return f"<tr><td>{escape(found.text)}</td>{row}<td>{badge}</td></tr>\n"
 
 
 def _unbroken(text: str) -> str:
@@ -137,8 +178,12 @@ def _choices(results: Results) -> str:
     return "".join(f'<option value="{value}">{text}</option>' for value, text in options)
 
 
-def _chart(kind: str, metric: Metric) -> str:
-    head = f'<h3 id="head-{kind}-{metric}">{label(metric)}</h3>'
+def _head(text: str) -> str:
+    return f'<th scope="col">{escape(text)}</th>'
+
+
+def _chart(results: Results, kind: str, metric: Metric) -> str:
+    head = f'<h3 id="head-{kind}-{metric}">{escape(results.label(metric))}</h3>'
     attributes = f'data-kind="{kind}" data-metric="{metric}" role="img"'
     div = f'<div class="chart" {attributes} aria-labelledby="head-{kind}-{metric}"></div>'
     return f"<figure>{head}{div}</figure>\n"
@@ -148,7 +193,7 @@ def _rows(results: Results) -> Iterable[str]:
     """A row of final values for each optimizer and λ."""
     for name in results.sweep.optimizers:
         for lam in sorted(results.sweep.lam):
-            cells = [str(results.cell(name, lam, metric)) for metric in METRICS]
+            cells = [str(results.cell(name, lam, metric)) for metric in results.metrics]
             yield _row([label(name), lam_text(lam), *cells])
 
 
@@ -158,38 +203,47 @@ def _row(cells: Sequence[str]) -> str:
 
 def _data(results: Results) -> dict[str, Any]:
     names, grid = results.sweep.optimizers, sorted(results.sweep.lam)
+    axes = {metric: axis(results, metric) for metric in results.sweep.metrics}
     return {
         "optimizers": _optimizers(results),
         "lam": grid,
         "lamText": [lam_text(lam) for lam in grid],
         "metrics": {
-            metric: {"label": label(metric), "percent": metric == ACCURACY}
-            for metric in results.sweep.metrics
+            metric: {
+                "label": escape(results.label(metric)),
+                "percent": on.percent,
+                "higher": on.higher,
+                "log": on.log,
+                "worst": _digits(on.worst),
+                "usable": None if on.usable is None else _digits(on.usable),
+            }
+            for metric, on in axes.items()
         },
-        "ceiling": CEILING,
         "final": {
             metric: {
-                name: _columns([results.cell(name, lam, metric) for lam in grid]) for name in names
+                name: _columns([results.cell(name, lam, metric) for lam in grid], on)
+                for name in names
             }
-            for metric in results.sweep.metrics
+            for metric, on in axes.items()
         },
         "curves": {
             metric: {
-                name: [_columns(results.curve(name, lam, metric)) for lam in grid] for name in names
+                name: [_columns(results.curve(name, lam, metric), on) for lam in grid]
+                for name in names
             }
-            for metric in results.sweep.metrics
+            for metric, on in axes.items()
         },
     }
 
 
-def _columns(cells: Sequence[Cell]) -> dict[str, list[Any]]:
+def _columns(cells: Sequence[Cell], on: Axis) -> dict[str, list[Any]]:
     """Cells as the page draws them: what has no mean is null, and said in words."""
     return {
-        "mean": [None if (h := height(cell)) is None else _digits(h) for cell in cells],
-        "sd": [_digits(bar(cell)) for cell in cells],
+        "mean": [None if (h := on.height(cell)) is None else _digits(h) for cell in cells],
+        "sd": [_digits(on.bar(cell)) for cell in cells],
         "text": [str(cell) for cell in cells],
         "lost": [cell.diverged for cell in cells],
-        "above": [above(cell) for cell in cells],
+        "above": [on.beyond(cell) for cell in cells],
     }
 
 

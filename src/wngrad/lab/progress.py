@@ -48,7 +48,7 @@ class Watch:
             self._line(f"{self.lanes} lanes, {self.epochs} epochs")
         elif kind == "had":
             self.done[event["pack"]] = event["lanes"] * self.epochs
-        elif kind == "start":
+        elif kind == "start" and event["lanes"] > 1:  # of lone runs the progress is enough
             self._line(f"{event['pack']}: {event['lanes']} lanes at once")
         elif kind == "busy":
             self._line(f"{event['pack']} is being run by another process: left to it")

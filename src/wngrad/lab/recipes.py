@@ -226,6 +226,8 @@ RECIPES: dict[str, Sweep] = {sweep.name: sweep for sweep in (FIGURE_1, FIGURE_2,
 def commands(results: Results, recipe: str = "") -> list[str]:
     """What to type to make these very results again, and the report."""
     name, sweep = recipe or results.sweep.name, results.sweep
+    if sweep.task:  # one command does both, and the user has just typed it
+        return [recipe or shlex.join(["wngrad", "sweep", sweep.task])]
     seeds = len({lane.seed for lane in results.done})
     words = ["wngrad", "run", name]
     words += ["--epochs", str(results.epochs)] if results.epochs < sweep.epochs else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from wngrad.lab import figures, page
+from wngrad.lab import figures, page, sweep_table
 from wngrad.lab.cells import label, lam_text
 from wngrad.lab.claims import Finding
 from wngrad.lab.recipes import commands
@@ -52,6 +52,8 @@ def markdown(
     results: Results, findings: Sequence[Finding], notes: Sequence[str] = (), recipe: str = ""
 ) -> str:
     """The summary: claims, best λ, and what it all rests on."""
+    if results.sweep.task:
+        return _of_a_task(results, notes, recipe)
     sweep = results.sweep
     lines = [
         f"# {sweep.name}: {label(sweep.dataset)}, {label(sweep.model)}",
@@ -66,6 +68,23 @@ def markdown(
         "",
         *(["## Claims", "", *_claims(findings), ""] if findings else []),
         *["## Best λ", "", *_bests(results), ""],
+        *["## How it was made", "", *_made(results, notes, recipe), ""],
+        *["## What was left out", "", *_list(results.left_out() or ["Nothing."]), ""],
+    ]
+    return "\n".join(lines)
+
+
+def _of_a_task(results: Results, notes: Sequence[str], recipe: str) -> str:
+    """The summary of a sweep of one's own."""
+    found = sweep_table.rows(results)
+    told = sweep_table.verdict(results, found) + page.provisional(results)
+    rows = [sweep_table.texts(results, row) for row in found]
+    lines = [
+        *[f"# {_plain(results.sweep.name)}", "", f"{results.sweep.claim} {_plain(told)}", ""],
+        *[f"{_plain(results.facts())}.", ""],
+        *_table(sweep_table.heads(results), rows),
+        *["", sweep_table.legend(results), ""],
+        *["![Two metrics over λ and over the epochs](figure.png)", ""],
         *["## How it was made", "", *_made(results, notes, recipe), ""],
         *["## What was left out", "", *_list(results.left_out() or ["Nothing."]), ""],
     ]

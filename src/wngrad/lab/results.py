@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from wngrad.lab.cells import ACCURACY, Cell, label
-from wngrad.lab.spec import Lane, Metric, Record, Sweep
+from wngrad.lab.spec import METRICS, Lane, Metric, Record, Sweep
 
 USABLE = 0.05  # A λ is usable if its test accuracy is within so much of the best of all.
 NEAR = 0.01  # The paper rounds its λ: 0.056 is 10^−1.25.
@@ -54,15 +54,16 @@ class Results:
         self, optimizer: str, lam: float, metric: Metric, epoch: int | None = None
     ) -> list[float]:
         """One value per seed that was run, nan if it diverged; at the last epoch unless told."""
-        return list(self._by_seed(optimizer, lam, metric, epoch).values())
+        return list(self.by_seed(optimizer, lam, metric, epoch).values())
 
     def cell(self, optimizer: str, lam: float, metric: Metric, epoch: int | None = None) -> Cell:
-        found = self._by_seed(optimizer, lam, metric, epoch)
+        found = self.by_seed(optimizer, lam, metric, epoch)
         return Cell.of(metric, list(found.values()), list(found))
 
-    def _by_seed(
-        self, optimizer: str, lam: float, metric: Metric, epoch: int | None
+    def by_seed(
+        self, optimizer: str, lam: float, metric: Metric, epoch: int | None = None
     ) -> dict[int, float]:
+        """The values with their seeds."""
         at = self.epochs if epoch is None else epoch
         lanes = (Lane(optimizer, lam, seed) for seed in self.sweep.seeds)
         found = (self.done[lane] for lane in lanes if lane in self.done)
@@ -71,6 +72,51 @@ class Results:
             for r in found
             if 0 < at <= len(r.curves.get(metric, ()))
         }
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """What the records tell: the paper's three, or a task's own."""
+        return tuple(dict.fromkeys(("train_loss", "test_loss", *self.sweep.metrics, *_own(self))))
+
+    def label(self, metric: Metric) -> str:
+        """How a report writes a metric: a task's by the name that its author gave it."""
+        own = metric in ("test_score", "test_error") and self.sweep.metric_name
+        return f"test {self.sweep.metric_name}" if own else label(metric)
+
+    def cells(self, metric: Metric) -> list[Cell]:
+        """The last of every optimizer and λ."""
+        return [self.cell(s.optimizer, s.lam, metric) for s in self.sweep.settings]
+
+    def start(self, metric: Metric) -> float | None:
+        """The mean over the seeds before training; None if the records do not tell."""
+        by_seed: dict[int, float | None] = {}
+        for name in self.sweep.optimizers:
+            by_seed |= self.starts(name, metric)
+        found = [value for value in by_seed.values() if value is not None]
+        return sum(found) / len(found) if found else None
+
+    def starts(self, optimizer: str, metric: Metric) -> dict[int, float | None]:
+        """What each seed began from."""
+        mine = (r for lane, r in self.done.items() if lane.optimizer == optimizer)
+        return {r.lane.seed: r.start.get(metric) for r in mine}
+
+    def undefined(self) -> list[str]:
+        """The lanes that have a loss and yet no metric, in a sentence for each metric."""
+        out = []
+        for metric in self.metrics:
+            if metric in ("train_loss", "test_loss") or not self.epochs:
+                continue
+            lost = [
+                str(lane)
+                for lane, r in self.done.items()
+                if r.diverged_at is None
+                and metric in r.curves
+                and r.curves[metric][self.epochs - 1] is None
+            ]
+            if lost:
+                what = f"{self.label(metric)} is not a finite number"
+                out.append(f"{what} in {len(lost)} of {len(self.done)} lanes: {few(lost)}.")
+        return out
 
     def curve(self, optimizer: str, lam: float, metric: Metric) -> list[Cell]:
         """A cell for each epoch."""
@@ -120,7 +166,8 @@ class Results:
         """What was run, in a line."""
         sweep, seeds = self.sweep, len({lane.seed for lane in self.done})
         lanes = f"{len(self.done)} of {len(sweep.lanes)} lanes"
-        what = f"{label(sweep.dataset)}, {label(sweep.model)}"
+        what = label(sweep.dataset)
+        what += f", {label(sweep.model)}" if sweep.model != sweep.dataset else ""
         many = "seed" if seeds == 1 else "seeds"
         return f"{what}; n = {seeds} {many}, {self.epochs} epochs, {lanes}"
 
@@ -151,8 +198,14 @@ class Results:
             which = few([*(f"all of seed {seed}" for seed in seeds), *rest])
             out.append(f"{len(self.missing)} of {every} lanes have not been run: {which}.")
         if self.failed:
-            which = few(f"{r.lane} ({r.reason or 'no reason given'})" for r in self.failed)
+            by_reason: dict[str, list[str]] = {}
+            for record in self.failed:
+                by_reason.setdefault(record.reason or "no reason given", []).append(
+                    str(record.lane)
+                )
+            which = few(f"{few(lanes, 2)} ({reason})" for reason, lanes in by_reason.items())
             out.append(f"{len(self.failed)} of {every} lanes failed: {which}.")
+        out += self.undefined()
         if self.foreign:
             out.append(f"{self.foreign} records are of lanes that this sweep does not have.")
         if self.epochs < asked:
@@ -174,6 +227,13 @@ def _of(sweep: Sweep, record: Record) -> bool:
     """Whether a record is of this experiment, and not of one that has lanes of the same name."""
     said, same = record.settings, ("dataset", "model", "batch", "weight_decay")
     return all(key not in said or said[key] == sweep.identity()[key] for key in same)
+
+
+def _own(results: Results) -> tuple[Metric, ...]:
+    if not results.sweep.task:
+        return METRICS
+    curves = next((r.curves for r in results.done.values()), {})
+    return tuple(key for key in get_args(Metric) if key in curves)
 
 
 def _value(record: Record, metric: Metric, epoch: int) -> float:

@@ -23,6 +23,7 @@ from wngrad.lab.data import Data
 from wngrad.lab.programs import PROGRAMS, Program
 from wngrad.lab.spec import Lane, Pack, Record, Sweep
 from wngrad.lab.store import Store
+from wngrad.lab.sweep_plan import source
 
 Event = dict[str, Any]
 CHUNK_SECONDS = 0.5  # how long a program trains between two looks at the clock
@@ -101,7 +102,7 @@ class Session:
         began = time.perf_counter()
         try:
             with _blamed():
-                program = PROGRAMS[self.sweep.program](self.sweep, pack, self.data, self.device)
+                program = PROGRAMS[self.sweep.kind(pack)](self.sweep, pack, self.data, self.device)
             self._resume(program)
             first = program.epoch
             self._train(program)
@@ -211,13 +212,14 @@ def conditions(session: Session) -> dict[str, Any]:
         "wngrad": session.environment["wngrad"],
         "torch": session.environment["torch"],
         "device": session.environment["device"],
+        **({"source": said} if (said := source(session.sweep.task)) else {}),
     }
 
 
 def _network(sweep: Sweep, data: Data) -> str:
     """A fingerprint of the network: its layers as it prints them, and their shapes."""
     try:
-        model = models.build(sweep.model, data.shape, data.classes, 0)
+        model = models.network(sweep.model, data, 0)
         said = f"{model} {[tuple(p.shape) for p in model.parameters()]}"
     except Exception as error:  # each lane will say so for itself
         said = type(error).__name__
@@ -257,6 +259,7 @@ def _records(
             {name: [_finite(row[k]) for row in rows] for name, rows in program.curves.items()},
             settings,
             environment,
+            {name: _finite(values[k]) for name, values in program.start.items()},
         )
         for k, lane in enumerate(program.pack.lanes)
     ]

@@ -10,15 +10,16 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from wngrad.lab.claims import Claim
 
-Metric = Literal["train_loss", "test_loss", "test_accuracy"]
-METRICS: tuple[Metric, ...] = ("train_loss", "test_loss", "test_accuracy")
+# A task's own metric is a score if more of it is better, an error if less.
+Metric = Literal["train_loss", "test_loss", "test_accuracy", "test_score", "test_error"]
+METRICS: tuple[Metric, ...] = ("train_loss", "test_loss", "test_accuracy")  # the paper's
 Precision = Literal["float32", "tf32", "bfloat16", "float64"]
 Kind = Literal["stacked", "branches", "lone"]
 
@@ -66,7 +67,12 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """An experiment as data: what to train, over which λ, and what the paper says of it."""
+    """An experiment as data: what to train, over which λ, and what the paper says of it.
+
+    The lanes are every optimizer at every λ, or the `pairs` of both if there are some. A `task`
+    ("file.py:task" or "module:name") brings data, network, loss and metric of its own; `dataset`
+    and `model` are then only names.
+    """
 
     name: str
     claim: str  # in one sentence
@@ -87,8 +93,18 @@ class Sweep:
     curves_at: tuple[float, ...] = ()  # empty: each optimizer at its own best λ
     claims: tuple[Claim, ...] = ()
     cost: str = ""  # measured, with the machine
+    task: str = ""
+    metric_name: str = ""  # what reports call a task's metric
+    pairs: tuple[Setting, ...] = ()  # `optimizers` and `lam` are read from them
+    alone: tuple[str, ...] = ()  # optimizers whose lanes run one after another, as they are
 
     def __post_init__(self) -> None:
+        if self.pairs:
+            object.__setattr__(self, "pairs", tuple(self.pairs))
+            object.__setattr__(self, "optimizers", _once(p.optimizer for p in self.pairs))
+            object.__setattr__(self, "lam", _once(p.lam for p in self.pairs))
+            if len(set(self.pairs)) < len(self.pairs):
+                raise ValueError(f"Sweep: `pairs` must be each once, got {self.pairs!r}.")
         for name in ("optimizers", "lam", "seeds"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
             if not getattr(self, name) or len(set(getattr(self, name))) < len(getattr(self, name)):
@@ -112,19 +128,35 @@ class Sweep:
 
     @property
     def settings(self) -> tuple[Setting, ...]:
-        return tuple(Setting(name, lam) for name in self.optimizers for lam in self.lam)
+        each = tuple(Setting(name, lam) for name in self.optimizers for lam in self.lam)
+        return self.pairs or each
 
     @property
     def lanes(self) -> list[Lane]:
         return [Lane(s.optimizer, s.lam, seed) for seed in self.seeds for s in self.settings]
 
-    @property
-    def most_lanes(self) -> int | None:
-        """How many lanes a pack may have: alone, an optimizer can fail without taking others."""
-        return 1 if self.program == "lone" else self.lanes_per_pack
+    def cut(self, seeds: Sequence[int], first: int = 1) -> list[Pack]:
+        """The packs of these seeds: alone, an optimizer can fail without taking others."""
+        groups: dict[bool, list[Setting]] = {False: [], True: []}
+        for setting in self.settings:
+            groups[self._runs_alone(setting)].append(setting)
+        found = packs(groups[False], seeds, self.lanes_per_pack, first)
+        return found + packs(groups[True], seeds, 1, first + len(found))
+
+    def kind(self, pack: Pack) -> Kind:
+        """The program that trains a pack."""
+        return "lone" if self._runs_alone(pack.settings[0]) else self.program
+
+    def _runs_alone(self, setting: Setting) -> bool:
+        return self.program == "lone" or setting.optimizer in self.alone
 
     def identity(self) -> dict[str, Any]:
         """What must not change under records that are already there (epochs and seeds may grow)."""
+        later: dict[str, Any] = {  # than the records of the first sweeps, which do not have them
+            "metric_name": self.metric_name,
+            "pairs": [[p.optimizer, p.lam] for p in self.pairs],
+            "alone": list(self.alone),
+        }
         return {
             "name": self.name,
             "dataset": self.dataset,
@@ -134,6 +166,7 @@ class Sweep:
             "batch": self.batch,
             "weight_decay": self.weight_decay,
             "program": self.program,
+            **{key: value for key, value in later.items() if value},
         }
 
     def scaled(self, *, epochs: int | None = None, seeds: int | None = None) -> Sweep:
@@ -146,14 +179,19 @@ class Sweep:
 
     def to_json(self) -> dict[str, Any]:
         """The sweep as plain data, its claims apart: they are for reports."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "claims"}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "claims"}
+        return plain | {"pairs": [[p.optimizer, p.lam] for p in self.pairs]}
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Sweep:
         plain: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in found.items()
         }
-        return cls(**plain)
+        return cls(**plain | {"pairs": tuple(Setting(*pair) for pair in plain.get("pairs", ()))})
+
+
+def _once(values: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(values))
 
 
 def packs(
@@ -184,6 +222,7 @@ class Record:
     curves: dict[str, list[float | None]]  # one value per epoch; None where it was not finite
     settings: dict[str, Any] = field(default_factory=dict)  # Sweep.identity(), precision, data
     environment: dict[str, Any] = field(default_factory=dict)  # versions, commit, device
+    start: dict[str, float | None] = field(default_factory=dict)  # what was tested before training
 
     @property
     def epochs(self) -> int:
@@ -200,10 +239,12 @@ class Record:
             "curves": self.curves,
             "settings": self.settings,
             "environment": self.environment,
+            **({"start": self.start} if self.start else {}),
         }
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Record:
         lane = Lane(found["optimizer"], found["lam"], found["seed"])
         names = ("status", "reason", "diverged_at", "curves", "settings", "environment")
-        return cls(lane, **{name: found[name] for name in names})
+        kept = {name: found[name] for name in names}
+        return cls(lane, **kept, start=found.get("start", {}))

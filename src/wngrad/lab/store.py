@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from wngrad.lab import files
-from wngrad.lab.spec import Lane, Pack, Record, Setting, Sweep, packs
+from wngrad.lab.spec import Lane, Pack, Record, Setting, Sweep
 
 
 class Mismatch(ValueError):  # noqa: N818 - a state, and the name callers read
@@ -198,7 +198,7 @@ def _added(sweep: Sweep, planned: Sequence[Pack]) -> list[Pack]:
     """New packs for the lanes that are in none yet. Only seeds can be new."""
     seeds = {seed for pack in planned for seed in pack.seeds}
     new = [seed for seed in sweep.seeds if seed not in seeds]
-    return packs(sweep.settings, new, sweep.most_lanes, first=len(planned) + 1)
+    return sweep.cut(new, first=len(planned) + 1)
 
 
 def _entry(pack: Pack) -> dict[str, Any]:

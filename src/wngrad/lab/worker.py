@@ -55,6 +55,7 @@ def main(events: int, job: dict[str, Any]) -> int:
     from wngrad.lab.data import load
     from wngrad.lab.runner import Interrupted, Session
     from wngrad.lab.store import Store
+    from wngrad.lab.task import task_data
 
     device = job["device"]
     if device == "auto":
@@ -64,7 +65,7 @@ def main(events: int, job: dict[str, Any]) -> int:
         sweep = Sweep.from_json(job["sweep"])
         session = Session(
             sweep,
-            load(sweep.dataset, folder),
+            task_data(sweep.task) if sweep.task else load(sweep.dataset, folder),
             Store(Path(job["out"]), warn=lambda text: tell({"kind": "warning", "text": text})),
             device=device,
             note=job["note"],

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from wngrad.lab import models
 from wngrad.lab.data import Data
-from wngrad.lab.spec import METRICS, Pack, Sweep
+from wngrad.lab.spec import Pack, Sweep
 from wngrad.lab.update import Update
 
 TEST_CHUNK = 1000  # examples evaluated at a time: bounds the memory of an evaluation
@@ -30,10 +31,9 @@ class Program(ABC):
     def __init__(self, sweep: Sweep, pack: Pack, data: Data, device: str | torch.device) -> None:
         self.sweep, self.pack, self.device = sweep, pack, torch.device(device)
         self.dtype = torch.float64 if sweep.precision == "float64" else torch.float32
-        self.train_x = data.train_x.to(self.device, self.dtype)
-        self.test_x = data.test_x.to(self.device, self.dtype)
-        self.train_y, self.test_y = data.train_y.to(self.device), data.test_y.to(self.device)
-        self.shape, self.classes = data.shape, data.classes
+        self.train_x, self.train_y = self._here(data.train_x), self._here(data.train_y)
+        self.test_x, self.test_y = self._here(data.test_x), self._here(data.test_y)
+        self.data, self.objective = data, data.objective
         self.steps = len(data.train_y) // sweep.batch  # an incomplete last batch is left out
         if self.steps == 0:
             raise ValueError(
@@ -41,7 +41,8 @@ class Program(ABC):
                 f"got {sweep.batch}."
             )
         self.epoch, self.step = 0, 0  # epochs finished, steps of the next one done
-        self.curves: dict[str, list[list[float]]] = {name: [] for name in METRICS}
+        self.curves: dict[str, list[list[float]]] = {name: [] for name in self.objective.curves}
+        self.start: dict[str, list[float]] = {}  # what a test said before the first step
         seeds = len(pack.seeds)
         self.order = torch.zeros(seeds, self.steps * sweep.batch, device=self.device).long()
         self.at = torch.arange(sweep.batch, device=self.device)  # of the next step, in `order`
@@ -51,6 +52,8 @@ class Program(ABC):
     def advance(self, steps: int) -> None:
         """Train for `steps` steps, or to the end of the epoch if that comes first."""
         steps = min(steps, self.steps - self.step)
+        if self.epoch == self.step == 0 and not self.start:
+            self.start = self._tested(self._test())
         self._train(steps)
         self.step += steps
         if self.step == self.steps:
@@ -62,6 +65,7 @@ class Program(ABC):
             "epoch": self.epoch,
             "step": self.step,
             "curves": self.curves,
+            "start": self.start,
             "total": self.total,
             "lanes": self._lanes_state(),
         }
@@ -72,6 +76,7 @@ class Program(ABC):
         self.total.copy_(state["total"])
         self.epoch, self.step = state["epoch"], state["step"]
         self.curves = {name: list(rows) for name, rows in state["curves"].items()}
+        self.start = dict(state.get("start", {}))
         self._shuffle()
 
     @property
@@ -83,13 +88,29 @@ class Program(ABC):
         return firsts
 
     def _end_epoch(self) -> None:
-        test_loss, accuracy = self._test()
-        found = (self.total / self.steps, test_loss, accuracy)
-        for name, values in zip(METRICS, found, strict=True):
-            self.curves[name].append(values.double().tolist())
+        self.curves["train_loss"].append((self.total / self.steps).tolist())
+        for name, values in self._tested(self._test()).items():
+            self.curves[name].append(values)
         self.epoch, self.step = self.epoch + 1, 0
         self.total.zero_()
         self._shuffle()
+
+    def network(self, seed: int) -> nn.Module:
+        """A fresh network, drawn from `seed` alone."""
+        return models.network(self.sweep.model, self.data, seed).to(self.device, self.dtype)
+
+    def _here(self, t: Tensor) -> Tensor:
+        return t.to(self.device, self.dtype if t.is_floating_point() else t.dtype)
+
+    def _tested(self, sums: Sequence[Tensor]) -> dict[str, list[float]]:
+        """The means over the test set, by name, one number per lane."""
+        names = self.objective.curves[1:]
+        both = zip(names, sums, strict=True)
+        return {name: (total / len(self.test_y)).tolist() for name, total in both}
+
+    def _totals(self) -> list[Tensor]:
+        """A zero for each lane, for each thing that a test sums."""
+        return [torch.zeros_like(self.total) for _ in self.objective.curves[1:]]
 
     def _shuffle(self) -> None:
         """The order of the examples in this epoch: the same for all lanes of a seed."""
@@ -106,7 +127,8 @@ class Program(ABC):
     def _train(self, steps: int) -> None: ...
 
     @abstractmethod
-    def _test(self) -> tuple[Tensor, Tensor]: ...
+    def _test(self) -> Sequence[Tensor]:
+        """What `objective.sums` says of the test set, each a tensor of one number per lane."""
 
     @abstractmethod
     def _lanes_state(self) -> Any: ...
@@ -132,18 +154,18 @@ class Fused(Program):
             self._step_graph.replay()
         torch.cuda.synchronize()
 
-    def _test(self) -> tuple[Tensor, Tensor]:
+    def _test(self) -> Sequence[Tensor]:
         if self.device.type != "cuda":
             return self._evaluate()
         if self._test_graph is None:
             with _capturing(self.sweep.precision):
-                self._tested = self._evaluate()
+                self._sums = self._evaluate()
             self._test_graph = self._captured(self._evaluate_again)
         self._test_graph.replay()
-        return self._tested
+        return self._sums
 
     def _evaluate_again(self) -> None:
-        for mine, new in zip(self._tested, self._evaluate(), strict=True):
+        for mine, new in zip(self._sums, self._evaluate(), strict=True):
             mine.copy_(new)
 
     def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -170,7 +192,7 @@ class Fused(Program):
     def _one_step(self) -> None: ...
 
     @abstractmethod
-    def _evaluate(self) -> tuple[Tensor, Tensor]: ...
+    def _evaluate(self) -> Sequence[Tensor]: ...
 
 
 def move(update: Update, grads: Sequence[Tensor]) -> None:

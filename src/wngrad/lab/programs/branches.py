@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F  # noqa: N812
 
 from wngrad.lab import models
 from wngrad.lab.data import Data
+from wngrad.lab.objective import Sums
 from wngrad.lab.programs.base import Fused, copy_into, move
 from wngrad.lab.spec import Lane, Pack, Setting, Sweep
 from wngrad.lab.update import Update
@@ -24,13 +24,13 @@ class Branches(Fused):
         super().__init__(sweep, pack, data, device)
         self.half = self.device.type == "cuda" and sweep.precision == "bfloat16"
         self.lanes = [_Branch(self, lane) for lane in pack.lanes]
-        layout = torch.channels_last if len(self.shape) == 3 else torch.contiguous_format
+        layout = torch.channels_last if len(data.shape) == 3 else torch.contiguous_format
         self.train_x, self.test_x = (
             x.to(memory_format=layout) for x in (self.train_x, self.test_x)
         )
         # One compilation serves every lane: its weights are arguments.
         self._loss = self.compiled(self._training_loss)
-        self._look = self.compiled(self._tested_loss)
+        self._look = self.compiled(self._test_sums)
         self._move = self.compiled(move)
         if self.device.type == "cuda":
             self.streams = [torch.cuda.Stream() for _ in self.lanes]  # type: ignore[no-untyped-call]
@@ -47,14 +47,14 @@ class Branches(Fused):
         self.at += self.sweep.batch
 
     @torch.no_grad()
-    def _evaluate(self) -> tuple[Tensor, Tensor]:
-        loss, right = torch.zeros_like(self.total), torch.zeros_like(self.total)
+    def _evaluate(self) -> list[Tensor]:
+        totals = self._totals()
         for k, lane in self._in_parallel():
             for x, y in self.test_chunks():
-                losses, hits = self._look(lane.params, lane.buffers, x, y)
-                loss[k] += losses
-                right[k] += hits
-        return loss / len(self.test_y), right / len(self.test_y)
+                found = self._look(lane.params, lane.buffers, x, y)
+                for total, value in zip(totals, found, strict=True):
+                    total[k] += value
+        return totals
 
     def _in_parallel(self) -> Iterator[tuple[int, _Branch]]:
         """The lanes; on CUDA each on a stream of its own, which starts and ends with ours."""
@@ -70,19 +70,16 @@ class Branches(Fused):
             main.wait_stream(stream)
 
     def _training_loss(self, params: Any, buffers: Any, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self._logits(params, buffers, x, training=True), y)
+        return self.objective.mean(self._output(params, buffers, x, training=True), y)
 
-    def _tested_loss(
-        self, params: Any, buffers: Any, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        logits = self._logits(params, buffers, x, training=False)
-        return F.cross_entropy(logits, y, reduction="sum"), (logits.argmax(1) == y).sum()
+    def _test_sums(self, params: Any, buffers: Any, x: Tensor, y: Tensor) -> Sums:
+        return self.objective.sums(self._output(params, buffers, x, training=False), y)
 
-    def _logits(self, params: Any, buffers: Any, x: Tensor, *, training: bool) -> Tensor:
+    def _output(self, params: Any, buffers: Any, x: Tensor, *, training: bool) -> Tensor:
         model = self.lanes[0].model.train(training)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
-            logits: Tensor = functional_call(model, (params, buffers), (x,))
-        return logits.to(self.dtype)
+            output: Tensor = functional_call(model, (params, buffers), (x,))
+        return output.to(self.dtype)
 
     def _lanes_state(self) -> Any:
         return [lane.tensors() for lane in self.lanes]
@@ -100,7 +97,7 @@ class _Branch:
     """
 
     def __init__(self, program: Branches, lane: Lane) -> None:
-        model = models.build(program.sweep.model, program.shape, program.classes, lane.seed)
+        model = models.network(program.sweep.model, program.data, lane.seed)
         if why := models.why_not_together(model):
             raise ValueError(
                 f"lab: `model` {program.sweep.model!r} cannot train in branches: {why}; use "

@@ -11,13 +11,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from wngrad.lab import models
 from wngrad.lab.data import Data
+from wngrad.lab.named import imported
 from wngrad.lab.programs.base import Program
 from wngrad.lab.spec import Lane, Pack, Sweep
 from wngrad.lab.update import RULES
+
+SETTLING = 50  # batches to take batch statistics from
 
 
 class Lone(Program):
@@ -25,12 +27,7 @@ class Lone(Program):
 
     def __init__(self, sweep: Sweep, pack: Pack, data: Data, device: str | torch.device) -> None:
         super().__init__(sweep, pack, data, device)
-        self.models = [
-            models.build(sweep.model, self.shape, self.classes, lane.seed).to(
-                self.device, self.dtype
-            )
-            for lane in pack.lanes
-        ]
+        self.models = [self.network(lane.seed) for lane in pack.lanes]
         self.optimizers = [
             optimizer(lane, list(model.parameters()), sweep.weight_decay)
             for lane, model in zip(pack.lanes, self.models, strict=True)
@@ -48,29 +45,60 @@ class Lone(Program):
         torch.manual_seed(int(drawn[0]))  # for what a network draws itself, as dropout does
         batch = self.sweep.batch
         index = self.order[k // len(self.pack.settings), step * batch : (step + 1) * batch]
-        model.train()
+        x, y = self.train_x[index], self.train_y[index]
+        _switch(model, opt, "train")
         opt.zero_grad()
-        loss = F.cross_entropy(self._logits(model, self.train_x[index]), self.train_y[index])
+        loss = self.objective.mean(self._output(model, x), y)
         loss.backward()  # type: ignore[no-untyped-call]
-        opt.step()
-        self.total[k] += loss.detach()
+        first = loss.detach()
+        ready = [first]
+
+        def closure() -> Tensor:
+            """The loss, for those who need it; taken anew if asked again, as by LBFGS."""
+            if ready:
+                return ready.pop()
+            opt.zero_grad()
+            again = self.objective.mean(self._output(model, x), y)
+            again.backward()  # type: ignore[no-untyped-call]
+            return again.detach()
+
+        opt.step(closure)  # type: ignore[arg-type]
+        self.total[k] += first
 
     @torch.no_grad()
-    def _test(self) -> tuple[Tensor, Tensor]:
-        loss, right = torch.zeros_like(self.total), torch.zeros_like(self.total)
-        for k, model in enumerate(self.models):
-            model.eval()
+    def _test(self) -> list[Tensor]:
+        totals = self._totals()
+        for k, (model, opt) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            _switch(model, opt, "eval")
+            if hasattr(opt, "eval"):
+                self._settle(k)
             for x, y in self.test_chunks():
-                logits = self._logits(model, x)
-                loss[k] += F.cross_entropy(logits, y, reduction="sum")
-                right[k] += (logits.argmax(1) == y).sum()
-        return loss / len(self.test_y), right / len(self.test_y)
+                found = self.objective.sums(self._output(model, x), y)
+                for total, value in zip(totals, found, strict=True):
+                    total[k] += value
+            _switch(model, opt, "train")
+        return totals
 
-    def _logits(self, model: nn.Module, x: Tensor) -> Tensor:
+    def _settle(self, k: int) -> None:
+        """Batch statistics of the weights to be tested, where these are not the trained ones.
+
+        As the README of schedule-free asks: some batches of training data, in training mode.
+        """
+        model, row = self.models[k], self.order[k // len(self.pack.settings)]
+        if not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+            return
+        model.train()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.pack.lanes[k].seed)  # as in a step: for what a network draws
+            for index in torch.split(row, self.sweep.batch)[:SETTLING]:
+                self._output(model, self.train_x[index])
+        model.eval()
+
+    def _output(self, model: nn.Module, x: Tensor) -> Tensor:
         half = self.device.type == "cuda" and self.sweep.precision == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
-            logits: Tensor = model(x)
-        return logits.to(self.dtype)
+            output: Tensor = model(x)
+        return output.to(self.dtype)
 
     def _lanes_state(self) -> Any:
         both = zip(self.models, self.optimizers, strict=True)
@@ -80,6 +108,13 @@ class Lone(Program):
         for model, opt, mine in zip(self.models, self.optimizers, state, strict=True):
             model.load_state_dict(mine[0])
             opt.load_state_dict(mine[1])
+
+
+def _switch(model: nn.Module, opt: Any, mode: str) -> None:
+    """To "train" or to "eval": some optimizers, as schedule-free ones, have both modes, too."""
+    for each in (model, opt):
+        if change := getattr(each, mode, None):
+            change()
 
 
 def optimizer(lane: Lane, params: list[nn.Parameter], decay: float) -> torch.optim.Optimizer:
@@ -95,6 +130,6 @@ def optimizer(lane: Lane, params: list[nn.Parameter], decay: float) -> torch.opt
         "wnadam": WNAdam,
         "wngrad-gradient": lambda p, **kw: WNGrad(p, b_init="gradient", **kw),
     }
-    make = factories.get(lane.optimizer) or models.imported(lane.optimizer, "optimizer", RULES)
+    make = factories.get(lane.optimizer) or imported(lane.optimizer, "optimizer", RULES)
     options = {"weight_decay": decay} if decay else {}
     return cast(torch.optim.Optimizer, make(params, lr=lane.lam, **options))

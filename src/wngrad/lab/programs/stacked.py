@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
 from wngrad.lab import models, stack
 from wngrad.lab.data import Data
@@ -20,7 +19,7 @@ class Stacked(Fused):
 
     def __init__(self, sweep: Sweep, pack: Pack, data: Data, device: str | torch.device) -> None:
         super().__init__(sweep, pack, data, device)
-        built = [models.build(sweep.model, self.shape, self.classes, s) for s in pack.seeds]
+        built = [models.network(sweep.model, data, seed) for seed in pack.seeds]
         why = stack.why_not(built[0]) or models.why_not_together(built[0])
         if why is not None:
             raise ValueError(f"lab: `model` {sweep.model!r} cannot be stacked: {why}.")
@@ -34,7 +33,8 @@ class Stacked(Fused):
         ]
         self.update = Update(params, pack.settings, sweep.weight_decay)
         self.params = [p.detach().requires_grad_() for p in params]  # the same memory
-        self._loss, self._look = self.compiled(_mean_loss), self.compiled(_sums)
+        self._loss = self.compiled(self.objective.lanes_mean)
+        self._look = self.compiled(self.objective.lanes_sums)
         self._move = self.compiled(move)
 
     def _one_step(self) -> None:
@@ -47,34 +47,18 @@ class Stacked(Fused):
         self.at += self.sweep.batch
 
     @torch.no_grad()
-    def _evaluate(self) -> tuple[Tensor, Tensor]:
-        seeds = len(self.pack.seeds)
-        loss, right = torch.zeros_like(self.total), torch.zeros_like(self.total)
+    def _evaluate(self) -> list[Tensor]:
+        seeds, totals = len(self.pack.seeds), self._totals()
         for x, y in self.test_chunks():
             logits = self.stack(self.params, x.expand(seeds, *x.shape))
-            losses, hits = self._look(logits, y.expand(seeds, -1))
-            loss += losses
-            right += hits
-        return loss / len(self.test_y), right / len(self.test_y)
+            for total, found in zip(
+                totals, self._look(logits, y.expand(seeds, *y.shape)), strict=True
+            ):
+                total += found
+        return totals
 
     def _lanes_state(self) -> Any:
         return self.update.tensors()
 
     def _load_lanes(self, state: Any) -> None:
         copy_into(self.update.tensors(), state)
-
-
-def _losses(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of every lane and example; logits (lanes, classes, batch), y (seeds, batch)."""
-    labels = y.repeat_interleave(len(logits) // len(y), 0)
-    return F.cross_entropy(logits, labels, reduction="none"), labels
-
-
-def _mean_loss(logits: Tensor, y: Tensor) -> Tensor:
-    return _losses(logits, y)[0].mean(1)
-
-
-def _sums(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Each lane's summed loss, and how many it gets right."""
-    losses, labels = _losses(logits, y)
-    return losses.sum(1), (logits.argmax(1) == labels).sum(1)

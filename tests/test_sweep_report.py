@@ -1,0 +1,238 @@
+"""What a sweep of one's own tells: the table, the page and the figure, from the records alone."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wngrad.lab import figures, report, sweep_table
+from wngrad.lab.axes import axis, marks
+from wngrad.lab.results import Results
+from wngrad.lab.sensitivity import lr_sensitivity, usable_decades
+from wngrad.lab.spec import Lane, Record, Sweep
+
+SWEEP = Sweep(
+    name="mine", claim="Does it depend on λ?", dataset="mine", model="mine",
+    optimizers=("sgd", "wngrad", "peers:Fast"), lam=(0.01, 0.1, 1.0, 10.0), epochs=2,
+    seeds=(0, 1, 2), metrics=("test_loss", "test_score"), best_by="test_loss", task="mine.py",
+    metric_name="R²", alone=("peers:Fast",),
+)  # fmt: skip
+START = 4.0
+LOSS = {  # over λ; None: it diverges
+    "sgd": (2.0, 1.0, 3.9, None),
+    "wngrad": (2.0, 1.0, 1.0, 1.05),
+    "peers:Fast": (3.0, 2.0, 2.0, 50.0),
+}
+Final = Callable[[Lane], "float | None"]
+
+
+def final(lane: Lane) -> float | None:
+    value = LOSS[lane.optimizer][SWEEP.lam.index(lane.lam)]
+    return None if value is None else value + 0.01 * lane.seed
+
+
+def record(lane: Lane, loss: float | None, score: float | None, start: float = START) -> Record:
+    curves = {
+        "train_loss": [start, loss],
+        "test_loss": [start, loss],
+        "test_score": [0.0, score],
+    }
+    at = 2 if loss is None else None
+    before = {"test_loss": start, "test_score": 0.0}
+    return Record(lane, "done", "", at, curves, {}, {"device": "a"}, before)
+
+
+def records(value: Final = final, score: Final | None = None) -> list[Record]:
+    found = []
+    for lane in SWEEP.lanes:
+        loss = value(lane)
+        own = score(lane) if score else None if loss is None else 1 - loss / START
+        found.append(record(lane, loss, own))
+    return found
+
+
+def row(results: Results, name: str) -> sweep_table.Row:
+    return next(row for row in sweep_table.rows(results) if row.optimizer == name)
+
+
+def test_the_table_is_what_the_library_says_of_the_records():
+    results = Results(SWEEP, records())
+    found = row(results, "wngrad")
+    losses = [[final(Lane("wngrad", lam, seed)) for lam in SWEEP.lam] for seed in SWEEP.seeds]
+    starts = [START] * 3
+    assert found.sensitivity.mean == pytest.approx(lr_sensitivity(SWEEP.lam, losses, starts))
+    best = [1.0, 1.01, 1.02]  # of all, seed by seed
+    assert found.decades == usable_decades(SWEEP.lam, losses, starts, best=best)
+    assert found.best.lam == 0.1
+    # The limit of the mean curve is 1.01 + 5 % of 2.99; from 0.1 down it rises by 1 a decade.
+    assert found.usable.low == pytest.approx(10**-1.1495)
+    assert found.usable.open_high
+    assert found.recommended == pytest.approx(math.sqrt(10**-1.1495 * 10))
+    assert (found.diverged, found.lanes, found.failed) == (0, 12, 0)
+
+
+def test_what_diverged_is_counted_and_never_best():
+    found = row(Results(SWEEP, records()), "sgd")
+    assert (found.diverged, found.lanes) == (3, 12)
+    assert found.best.lam == 0.1
+    assert not found.decades.at_least
+
+
+def test_an_optimizer_that_is_never_near_the_best_of_all_has_no_recommended_lambda():
+    results = Results(SWEEP, records())
+    found = row(results, "peers:Fast")
+    assert found.recommended is None
+    assert found.decades.value == 0.0
+    heads, texts = sweep_table.heads(results), sweep_table.texts(results, found)
+    assert dict(zip(heads, texts, strict=True)) == {
+        "optimizer": "peers:Fast",
+        "best test loss": "2.01 ± 0.01 (n = 3)",
+        "test R² there": "0.498 ± 0.0025 (n = 3)",
+        "best λ": "0.1",
+        "recommended λ": "–",
+        "sensitivity": "0.747 ± 0.0025 (n = 3)",  # (1 + 0 + 0 + 1.99)/4
+        "usable decades [95 %]": "0.00 [0.00, 0.00]",
+        "diverged lanes": "0 of 12",
+    }
+
+
+def test_failed_lanes_are_counted_and_leave_the_others_alone():
+    whole = records()
+    lost = [
+        Record(r.lane, "failed", "TypeError: no lr", None, {}) if r.lane.optimizer == "sgd" else r
+        for r in whole
+    ]
+    results = Results(SWEEP, lost)
+    found = row(results, "sgd")
+    assert (found.best, found.decades, found.failed) == (None, None, 12)
+    assert "0 of 0; 12 failed" in sweep_table.texts(results, found)
+    assert row(results, "wngrad") == row(Results(SWEEP, whole), "wngrad")
+    assert sum("12 of 36 lanes failed" in line for line in results.left_out()) == 1
+
+
+def test_a_seed_that_is_not_whole_is_left_out_of_what_needs_all_lambda():
+    some = [r for r in records() if r.lane != Lane("wngrad", 1.0, 2)]
+    assert row(Results(SWEEP, some), "wngrad").decades.n == 2
+
+
+def test_a_metric_that_is_nan_is_told_in_one_line_and_the_losses_stand():
+    bad = Results(SWEEP, records(score=lambda lane: None if lane.optimizer == "sgd" else 0.5))
+    said = [line for line in bad.left_out() if "R²" in line]
+    assert len(said) == 1
+    assert said[0].startswith("test R² is not a finite number in 9 of 36 lanes: sgd, λ = 0.01")
+    good = Results(SWEEP, records())
+    for name in SWEEP.optimizers:
+        assert row(bad, name).best.lam == row(good, name).best.lam
+        assert row(bad, name).decades == row(good, name).decades
+
+
+def test_the_sentence_names_the_lowest_loss_and_the_widest_range():
+    results = Results(SWEEP, records())
+    said = sweep_table.verdict(results, sweep_table.rows(results))
+    assert said.startswith("Lowest test loss: SGD, 1.01 ± 0.01 (n = 3) at λ = 0.1. Most")
+    assert "Most usable decades: WNGrad, ≥ 2.1" in said
+    nothing = Results(SWEEP, [Record(lane, "failed", "", None, {}) for lane in SWEEP.lanes])
+    assert "No optimizer has a result" in sweep_table.verdict(nothing, sweep_table.rows(nothing))
+
+
+def test_a_lead_within_noise_is_called_so():
+    """WNGrad's seeds go the other way: level in the mean, with noise in the difference."""
+
+    def other(lane: Lane) -> float | None:
+        value = final(lane)
+        return value and (value + 0.02 - 0.02 * lane.seed if lane.optimizer == "wngrad" else value)
+
+    results = Results(SWEEP, records(other))
+    said = sweep_table.verdict(results, sweep_table.rows(results))
+    assert "at λ = 0.1, within noise of WNGrad. Most" in said
+
+
+def test_a_loss_is_drawn_up_to_three_times_that_of_the_start():
+    results = Results(SWEEP, records())
+    on = axis(results, "test_loss")
+    assert (on.log, on.worst) == (True, 12.0)
+    assert on.beyond(results.cell("peers:Fast", 10.0, "test_loss"))
+    assert "a mean test loss above 12 or test R² below -0.747" in marks(results)
+
+
+def test_a_loss_below_zero_is_drawn_on_a_linear_axis(tmp_path):
+    low = [record(r.lane, None if final(r.lane) is None else final(r.lane) - 3, 0.5, 1.0) for r in
+           records()]  # fmt: skip
+    results = Results(SWEEP, low)
+    assert not axis(results, "test_loss").log
+    assert figures.draw(results).get_axes()[0].get_yscale() == "linear"
+    assert report.write(SWEEP, low, tmp_path)[0].exists()
+
+
+def test_the_summary_holds_the_table_how_it_was_run_and_the_command(tmp_path):
+    how = ("sgd: stacked.", "peers:Fast: 12 separate runs: it is run as it is.")
+    report.write(SWEEP, records(), tmp_path, notes=how, recipe="wngrad sweep mine.py --seeds 3")
+    text = (tmp_path / "summary.md").read_text()
+    assert "| WNGrad | 1.01 ± 0.01 (n = 3) |" in text
+    assert all(f"- {line}" in text for line in how)
+    assert "```sh\nwngrad sweep mine.py --seeds 3\n```" in text
+    assert "95 % interval over the seeds" in text
+
+
+def test_a_sweep_of_which_every_lane_failed_still_has_a_report(tmp_path):
+    lost = [Record(lane, "failed", "TypeError: no", None, {}) for lane in SWEEP.lanes]
+    report.write(SWEEP, lost, tmp_path)
+    assert "36 of 36 lanes failed" in (tmp_path / "summary.md").read_text()
+
+
+# ------------------------------------------------------------------ in a real browser
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium to open the page in")
+    evil = replace(SWEEP, metric_name="<b>R²</b>")
+    path: Path = report.write(evil, records(), tmp_path_factory.mktemp("page"))[0]
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1366, "height": 900})
+        complaints: list[str] = []
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(path.as_uri())
+        page.wait_for_function(
+            '() => document.querySelectorAll(".chart .plot-container").length === 4'
+        )
+        yield page
+        assert complaints == []
+        browser.close()
+
+
+def test_the_page_has_a_row_for_each_optimizer(opened):
+    rows = opened.locator("#dependence tbody tr")
+    assert rows.count() == 3
+    assert rows.nth(1).locator("td").first.inner_text() == "WNGrad"
+    assert "≥ 2.1" in rows.nth(1).inner_text()
+    assert opened.locator("b").count() == 0  # a metric's name is text
+
+
+def test_the_page_draws_where_a_lambda_is_usable_and_what_is_beyond(opened):
+    shapes = opened.evaluate('() => document.querySelectorAll(".chart")[0].layout.shapes')
+    assert [shape["y0"] for shape in shapes if shape["line"]["dash"] == "dash"] == [
+        pytest.approx(1.16, abs=0.01)
+    ]
+    axes = '() => [...document.querySelectorAll(".chart")].map((c) => c.layout.yaxis.type)'
+    assert opened.evaluate(axes) == ["log", "linear", "log", "linear"]
+
+
+@pytest.mark.parametrize("width", [1366, 390])
+def test_the_page_is_no_wider_than_the_window(opened, width):
+    opened.set_viewport_size({"width": width, "height": 844})
+    opened.wait_for_function(f"() => document.querySelector('.chart svg').clientWidth < {width}")
+    wider = "() => document.documentElement.scrollWidth - window.innerWidth"
+    assert opened.evaluate(wider) <= 0
