@@ -8,8 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import nn
 
-from conftest import backward, network, train, twins
+from conftest import backward, network, same, same_state, train, twins
+from wngrad import WNAdam, WNGrad
 
 pytestmark = [
     pytest.mark.gpu,
@@ -112,3 +114,200 @@ def test_a_checkpoint_moves_between_devices(optimizer):
         for key, value in other.state[p].items():
             assert value.is_cuda
             assert torch.equal(value, opt.state[p][key])
+
+
+# ------------------------------------------------------------------ the fused step
+
+
+def give(model, seed):
+    """Gradients drawn from `seed`, written where the old ones lie."""
+    draw = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        g = torch.randn(p.shape, generator=draw).to(p)
+        if p.grad is None:
+            p.grad = g
+        else:
+            p.grad.copy_(g)
+
+
+def fused_twins(optimizer):
+    """The same network twice, its fused optimizer after one step, and its λ as a tensor."""
+    found = []
+    for model in twins():
+        lr = torch.tensor(1.0, device="cuda")
+        opt = optimizer(model.cuda().parameters(), lr=lr, fused=True)
+        give(model, 99)
+        opt.step()
+        found.append((model, opt, lr))
+    return found
+
+
+def captured(opt, steps=1):
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(steps):
+            opt.step()
+    return graph
+
+
+def assert_same(a, one, b, two):
+    assert same(a, b)
+    assert same_state(one, two)
+    assert not one.why_plain()
+    assert not two.why_plain()
+
+
+def test_a_step_on_a_gpu_is_fused_unless_asked_otherwise(optimizer):
+    model = network().cuda()
+    for fused, says in ((None, set()), (False, {"`fused` is False"})):
+        opt = optimizer(model.parameters(), fused=fused)
+        assert set(opt.why_plain().values()) == says
+        train(model, opt, 1)
+        assert set(opt.why_plain().values()) == says
+
+
+def test_a_fused_step_replays_bit_for_bit(optimizer):
+    """With other gradients and another λ in every replay."""
+    (a, one, lam), (b, two, mu) = fused_twins(optimizer)
+    graph = captured(one)
+    for k in range(10):
+        for model, lr in ((a, lam), (b, mu)):
+            give(model, k)
+            lr.fill_(1.0 / (1 + k))
+        graph.replay()
+        two.step()
+        assert_same(a, one, b, two)
+
+
+def test_ten_fused_steps_fit_in_one_graph(optimizer):
+    (a, one, _), (b, two, _) = fused_twins(optimizer)
+    graph = captured(one, steps=10)
+    for k in range(2):
+        give(a, k)
+        give(b, k)
+        graph.replay()
+        for _ in range(10):
+            two.step()
+        assert_same(a, one, b, two)
+
+
+def test_a_step_outside_a_graph_leaves_its_replays_alone(optimizer):
+    """Its gradients lie elsewhere, and its λ is a number."""
+    (a, one, lam), (b, two, mu) = fused_twins(optimizer)
+    held = [[p.grad for p in model.parameters()] for model in (a, b)]
+    graph = captured(one)
+    for k in range(4):
+        for model, opt in ((a, one), (b, two)):
+            model.zero_grad()
+            give(model, 100 + k)
+            opt.param_groups[0]["lr"] = 0.25
+            opt.step()
+        for model, grads in ((a, held[0]), (b, held[1])):
+            for p, g in zip(model.parameters(), grads, strict=True):
+                p.grad = g
+            give(model, k)
+        two.param_groups[0]["lr"] = mu
+        graph.replay()
+        two.step()
+        assert_same(a, one, b, two)
+    assert lam == mu
+
+
+def test_a_fused_step_never_waits_though_gradients_move(optimizer):
+    """Nor if some are missing, more often than a table has room to send from."""
+    model = network().cuda()
+    opt = optimizer(model.parameters(), fused=True)
+    train(model, opt, 2)
+    held = []
+    with no_host_sync():
+        for k in range(40):
+            for i, p in enumerate(model.parameters()):
+                p.grad = None if k % 4 == 3 and i == 0 else torch.randn_like(p)
+                held.append(p.grad)  # so that the next one lies elsewhere
+            opt.param_groups[0]["lr"] = 1.0 / (1 + k)
+            opt.step()
+    torch.cuda.synchronize()
+    assert not opt.why_plain()
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (WNGrad, {}),
+        (WNGrad, {"momentum": 0.9, "weight_decay": 0.1}),
+        (WNGrad, {"per": "tensor"}),
+        (WNGrad, {"per": "model", "b_init": "gradient"}),
+        (WNGrad, {"nonfinite": "raise"}),
+        (WNAdam, {"nonfinite": "skip"}),
+    ],
+    ids=str,
+)
+def test_a_fused_step_needs_no_memory_to_speak_of(make, options):
+    """Less than 1 MB beside 64 MB of parameters, for its tables, too."""
+    params = [nn.Parameter(torch.randn(2048, 2048, device="cuda")) for _ in range(4)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    opt = make(params, fused=True, **options)
+    opt.step()  # makes the state
+    for gone in (False, True):  # as before, and with a plan to be made
+        if gone:
+            params[0].grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        opt.step()
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - before < 2**20
+    assert not opt.why_plain()
+
+
+def test_a_grad_scaler_works_end_to_end_and_waits_for_nothing(optimizer):
+    """Scaled by powers of two, the steps are those of an optimizer without a scaler, bit for bit;
+    one with an inf is left out, and the scale goes down."""
+    (a, one, _), (b, two, _) = fused_twins(optimizer)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=2)
+    scaler.scale(torch.zeros((), device="cuda"))  # makes the scale
+    scales = []
+    for k, overflow in enumerate((False, True, False, False, False)):
+        scales.append(scaler.get_scale())
+        give(a, k)
+        give(b, k)
+        for p in a.parameters():
+            p.grad.mul_(scales[-1])
+        if overflow:
+            a[0].weight.grad[0, 0, 0, 0] = torch.inf
+        with no_host_sync():
+            scaler.step(one)
+            scaler.update()
+        if not overflow:
+            two.step()
+        assert_same(a, one, b, two)
+    assert scales == [2.0**10, 2.0**10, 2.0**9, 2.0**9, 2.0**10]
+
+
+def test_a_rate_the_kernel_cannot_read_goes_the_plain_way():
+    """With a scaler, too, under which the rule sees a λ in float64."""
+    for scaled in (False, True):
+        p = nn.Parameter(torch.randn(4, 3, device="cuda"))
+        opt = WNGrad([p], lr=torch.tensor(0.5, dtype=torch.bfloat16, device="cuda"))
+        if scaled:
+            opt.grad_scale = torch.ones(1, device="cuda")
+            opt.found_inf = torch.zeros(1, device="cuda")
+        before = p.detach().clone()
+        p.grad = torch.ones_like(p)
+        opt.step()
+        assert opt.why_plain() == {p: "`lr` is a tensor of type torch.bfloat16"}
+        assert not torch.equal(p, before)
+
+
+def test_tensors_without_memory_go_the_plain_way():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        p = nn.Parameter(torch.ones(3, 2, device="cuda"))
+        p.grad = torch.ones(3, 2, device="cuda")
+        opt = WNGrad([p], momentum=0.9)
+        opt.step()
+        assert list(opt.why_plain().values()) == ["it is fake, without memory"]
+        assert opt.state[p]["b"].shape == (3, 1)

@@ -6,6 +6,9 @@ Without a GPU Triton's interpreter runs the kernel; with one, the GPU does.
 from __future__ import annotations
 
 import copy
+import pickle
+import weakref
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -16,7 +19,10 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from wngrad import WNAdam, WNGrad
+from wngrad import WNAdam, WNGrad, neuron_groups
+from wngrad.optim import fused, launch
+from wngrad.optim.blocks import CHUNK
+from wngrad.optim.rounding import rounded
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -47,7 +53,8 @@ SHAPES = [
     (40, 4),
     (3, 0),
 ]
-SHAPES += [(2, 3, 3, 3), (4, 2, 3), (3, 4, 2, 2, 2), (2, 4500), (1, 9000), (2, 70_000), (600, 2)]
+SHAPES += [(2, 3, 3, 3), (4, 2, 3), (3, 4, 2, 2, 2), (2, 4500), (1, 9000), (300, 2)]
+SHAPES += [(2, 70_000)] if CUDA else []  # a second a step in the interpreter; below, once
 LAYOUTS = ("contiguous", "transposed", "channels last", "every other column", "off by one")
 
 
@@ -101,6 +108,8 @@ def cases(draw):
         "found": draw(st.sampled_from([None, None, 0.0, 1.0])),
         "bad": draw(st.sampled_from([None, None, None, float("nan"), float("inf")])),
         "size": draw(st.sampled_from([1.0, 1.0, 1e-3, 30.0])),
+        "absent": draw(st.booleans()),  # the first parameter, in the second step
+        "longest": draw(st.sampled_from([launch.LONGEST, launch.LONGEST, 2**12])),
         "seed": draw(st.integers(0, 2**20)),
     }
 
@@ -138,7 +147,7 @@ def twin(kind, params, opt, dtype, options):
 
 def take(opt, params, grads, case):
     for p, g in zip(params, grads, strict=True):
-        p.grad = g if g.dtype == p.dtype else g.to(p.dtype)
+        p.grad = None if g is None else g.to(p.dtype)
     if case["scale"] is not None:
         opt.grad_scale = torch.full((1,), case["scale"], device=DEVICE)
     if case["found"] is not None:
@@ -156,8 +165,10 @@ def close(ours: Tensor, theirs: Tensor, spacing: float, terms: Tensor) -> None:
     assert torch.equal(a.isnan(), b.isnan())
     apart = torch.where(a == b, 0.0, (a - b).abs().nan_to_num(0, posinf=float("inf")))
     size = torch.maximum(a.abs(), b.abs()).nan_to_num(0, 0, 0)
-    allowed = 1.01 * spacing * size + 16 * 2.0**-23 * (size + terms)
-    assert bool((apart <= allowed + 1e-45).all()), (apart / allowed).max()
+    info = torch.finfo(ours.dtype)
+    denormal = 1.01 * info.smallest_normal * info.eps  # how far neighbours next to 0 are apart
+    allowed = 1.01 * spacing * size + 16 * 2.0**-23 * (size + terms) + denormal
+    assert bool((apart <= allowed).all()), (apart / allowed).max()
 
 
 def largest(*tensors: Tensor | None) -> Tensor:
@@ -167,11 +178,18 @@ def largest(*tensors: Tensor | None) -> Tensor:
     return torch.cat([torch.zeros(1, device=DEVICE, dtype=torch.float64), *every]).max()
 
 
+def cancelled(opt, x: Tensor, g: Tensor | None) -> Tensor:
+    """What may cancel in g + w·x, of which a first b is up to twice the norm."""
+    if opt.defaults["decoupled_weight_decay"] or not opt.defaults["weight_decay"]:
+        return largest()
+    return largest(x, g)
+
+
 def assert_alike(params, opt, theirs, plain, before, spacing):
     for p, q, (x, was) in zip(params, theirs, before, strict=True):
         mine, other = opt.state[p], plain.state[q]
         assert mine.keys() == other.keys()
-        close(mine["b"], other["b"], 4e-7, torch.zeros((), device=DEVICE))
+        close(mine["b"], other["b"], 4e-7, 2 * cancelled(opt, x, q.grad))
         assert torch.equal(mine["t"].double(), other["t"].double())
         if "skipped" in mine:
             assert torch.equal(mine["skipped"], other["skipped"])
@@ -185,6 +203,12 @@ def assert_alike(params, opt, theirs, plain, before, spacing):
 
 
 def lock_step(case):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "LONGEST", case["longest"])
+        run_in_lock_step(case)
+
+
+def run_in_lock_step(case):
     kind, dtype, size = case["kind"], case["dtype"], case["size"]
     options = {**case["options"], "lr": rate(case["lr"])}
     rooms, params = [], []
@@ -201,7 +225,9 @@ def lock_step(case):
             if case["bad"] is not None and g.numel() and i == k % len(params):
                 g[(0,) * g.dim()] = case["bad"]
             grads.append(g)
-        asked = [g.clone() for g in grads]
+        if case["absent"] and k and len(params) > 1:
+            grads[0] = None
+        asked = [None if g is None else g.clone() for g in grads]
         before = [
             (
                 p.detach().clone(),
@@ -212,14 +238,14 @@ def lock_step(case):
         same = twin(kind, params, opt, dtype, options)
         wide = twin(kind, params, opt, torch.float64, options)
         said = take(opt, params, grads, case)
-        assert said == take(same[1], same[0], grads, case) or (said and same[1])
-        refused = take(wide[1], wide[0], grads, case)
-        assert (said is None) == (refused is None)
+        for theirs, plain in (same, wide):
+            assert (take(plain, theirs, grads, case) is None) == (said is None)
         if said is not None:
             assert all(torch.equal(p, x) for p, (x, _) in zip(params, before, strict=True))
             return
         assert not opt.why_plain()
-        assert all(torch.equal(g, a) or a.isnan().any() for g, a in zip(grads, asked, strict=True))
+        for g, a in zip(grads, asked, strict=True):  # the gradients are as they were
+            assert g is a is None or torch.equal(g.nan_to_num(POISON), a.nan_to_num(POISON))
         assert_alike(params, opt, *same, before, SPACING[dtype])
         assert_alike(params, opt, *wide, before, SPACING[dtype])
     for room, t in rooms:  # nothing beside the parameters was written
@@ -231,3 +257,606 @@ def lock_step(case):
 def test_a_step_is_the_plain_path_s_whatever_the_shapes_strides_types_and_options(part):
     drawn = settings(max_examples=50, derandomize=False, phases=[Phase.generate], database=None)
     seed(part)(drawn(given(cases())(lock_step)))()
+
+
+# ------------------------------------------------------------------ whole runs, side by side
+
+
+class Both:
+    """A fused optimizer and a plain one, over copies of the same parameters."""
+
+    def __init__(self, make, tensors, *, fused=True, groups=lambda params: params, **options):
+        copies = [[nn.Parameter(t.detach().to(DEVICE, copy=True)) for t in tensors] for _ in "ab"]
+        self.ours, self.theirs = copies
+        self.fused = make(groups(self.ours), fused=fused, **options)
+        self.plain = make(groups(self.theirs), **{**options, "fused": False})
+
+    @property
+    def pairs(self):
+        return list(zip(self.ours, self.theirs, strict=True))
+
+    def set(self, **settings):
+        for opt in (self.fused, self.plain):
+            opt.param_groups[0].update(settings)
+
+    def give(self, seed, absent=(), bad=None):
+        draw = torch.Generator().manual_seed(seed)
+        for i, (p, q) in enumerate(self.pairs):
+            g = torch.randn(p.shape, generator=draw).to(p.device, p.dtype)
+            if bad is not None and i == 0:
+                g.view(-1)[0] = bad
+            p.grad, q.grad = (None, None) if i in absent else (g, g.clone())
+
+    def step(self, seed, absent=(), bad=None):
+        self.give(seed, absent, bad)
+        self.fused.step()
+        self.plain.step()
+        self.assert_together()
+
+    def assert_together(self):
+        """To a few roundings of float32, or of the parameter's own type."""
+        for p, q in self.pairs:
+            near = max(4e-6, 1.01 * torch.finfo(p.dtype).eps)
+            torch.testing.assert_close(p, q, rtol=near, atol=near, equal_nan=True)
+            mine, other = self.fused.state.get(p, {}), self.plain.state.get(q, {})
+            assert mine.keys() == other.keys()
+            for key in mine:
+                torch.testing.assert_close(
+                    mine[key], other[key], rtol=near, atol=near, equal_nan=True
+                )
+
+
+def drawn(*shapes, dtype=torch.float32):
+    draw = torch.Generator().manual_seed(5)
+    return [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
+
+
+@pytest.fixture
+def automatic(monkeypatch):
+    """`fused=None` takes the interpreter as it would take a GPU."""
+    if not CUDA:
+        ask = fused.why_not_at_all
+        monkeypatch.setattr(fused, "possible", lambda opt: True)
+        monkeypatch.setattr(
+            fused, "why_not_at_all", lambda p, group: ask(p, {**group, "fused": True})
+        )
+
+
+CHANGES = [
+    {"momentum": 0.5},
+    {"weight_decay": 0.1},
+    {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    {"maximize": True},
+    {"nonfinite": "skip"},
+    {"nonfinite": "raise"},
+    {"hold_1d": True},
+    {"joint": True},
+    {"b_init": ["gradient", 2.0]},
+    {"b_init": 3},
+    {"lr": 0.0},
+    {"lr": -0.0},
+    {"lr": 2},
+    {"lr": torch.tensor(0.3)},
+    {"lr": torch.tensor([[0.3]], dtype=torch.float64)},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_setting_changed_between_steps_is_seen(change, momentum):
+    both = Both(WNGrad, drawn((3, 5), (3,)), momentum=momentum, b_init="gradient")
+    before = {key: both.fused.param_groups[0][key] for key in change}
+    for k, now in enumerate((before, change, before)):
+        both.set(**now)
+        both.step(2 * k)
+        both.step(2 * k + 1)
+
+
+def test_momentum_set_to_0_and_another_beta_are_seen():
+    for make, name in ((WNGrad, "momentum"), (WNAdam, "beta")):
+        both = Both(make, drawn((3, 5)), **{name: 0.9})
+        for k, value in enumerate((0.9, 0.0, 0.5)):
+            both.set(**{name: value})
+            both.step(k)
+
+
+def test_a_first_step_without_rate_does_not_settle_what_later_ones_do():
+    for nothing in (0.0, -0.0, torch.tensor(0.0)):
+        both = Both(WNGrad, drawn((3, 5)))
+        for k, lr in enumerate((nothing, 1.0, nothing, 0.5)):
+            both.set(lr=lr)
+            both.step(k)
+
+
+def test_a_tensor_rate_may_change_in_place():
+    lr = torch.tensor(1.0, device=DEVICE)
+    both = Both(WNGrad, drawn((3, 5)), lr=lr)
+    for k in range(4):
+        lr.fill_(1.0 / (1 + k))
+        both.step(k)
+
+
+@pytest.mark.parametrize("lr", [torch.ones(2), torch.ones(1, 1, 1), torch.ones(1) * 1j], ids=str)
+def test_a_rate_that_is_not_one_number_is_refused_in_any_step(lr):
+    both = Both(WNGrad, drawn((3, 5)))
+    for k in range(2):
+        both.set(lr=1.0)
+        both.step(k)
+        both.set(lr=lr)
+        with pytest.raises(ValueError, match="WNGrad: `lr` as a tensor must have one real"):
+            both.fused.step()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"per": "model"}, {"joint": True, "hold_1d": True}], ids=str
+)
+@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+def test_parameters_come_and_go(make, options):
+    """Among relatives, one that was away takes over the b the others have reached."""
+    both = Both(make, drawn((3, 5), (3, 2), (3,)), nonfinite="skip", **options)
+    for k, absent in enumerate([(), (0,), (1, 2), (0, 1, 2), (), (0,)]):
+        both.step(k, absent)
+
+
+@pytest.mark.parametrize("options", [{}, {"per": "model"}, {"momentum": 0.9}], ids=str)
+def test_empty_and_0_d_parameters_step_with_the_others(options):
+    both = Both(WNGrad, drawn((), (0,), (3, 0), (0, 3), (2, 2)), **options)
+    both.step(0)
+    both.step(1)
+    assert all(both.fused.state[p]["t"] == 2 for p in both.ours)
+
+
+def test_a_group_may_be_added():
+    both = Both(WNGrad, drawn((3, 5), (4,)), groups=lambda params: params[:1])
+    both.step(0)
+    for opt, params in ((both.fused, both.ours), (both.plain, both.theirs)):
+        opt.add_param_group({"params": params[1:], "lr": 0.1, "weight_decay": 0.1})
+    both.step(1)
+    both.step(2)
+
+
+def test_parameters_may_move_and_turn():
+    both = Both(WNGrad, drawn((4, 4)))
+    both.step(0)
+    for turn in (Tensor.clone, Tensor.t, Tensor.contiguous):
+        for p in both.ours + both.theirs:
+            p.data = turn(p.data)
+        both.step(1)
+
+
+def test_other_state_is_seen():
+    both = Both(WNGrad, drawn((3, 5)), momentum=0.9)
+    both.step(0)
+    for p, q in both.pairs:
+        both.fused.state[p]["b"] = both.fused.state[p]["b"] * 4
+        both.plain.state[q]["b"] *= 4
+    both.step(1)
+    for opt in (both.fused, both.plain):
+        opt.state.clear()
+    both.step(2)
+
+
+def test_gradients_may_have_other_strides_and_addresses_in_every_step():
+    both = Both(WNGrad, drawn((4, 8)), momentum=0.9)
+    (p, q), room = both.pairs[0], torch.randn(100, device=DEVICE)
+    even, odd = room[4:36].view(4, 8), room[5:37].view(4, 8)
+    turned, one = room[:32].view(8, 4).t(), room[3].expand(4, 8)
+    for g in (even, odd, even, turned, room[:64].view(4, 16)[:, ::2], one, odd):
+        p.grad = q.grad = g
+        both.fused.step()
+        both.plain.step()
+        both.assert_together()
+
+
+def test_rows_too_long_for_one_program_are_cut():
+    assert launch.LONGEST < 70_000
+    both = Both(WNGrad, drawn((1, 70_000)), momentum=0.9)
+    both.step(0)
+
+
+def test_1_minus_beta_does_not_lose_its_digits():
+    (x,) = drawn((3, 5))
+    p, q = (
+        nn.Parameter(x.to(DEVICE, dtype, copy=True)) for dtype in (torch.float32, torch.float64)
+    )
+    for k, opt in enumerate((WNAdam([p], beta=0.9999, fused=True), WNAdam([q], beta=0.9999)) * 3):
+        param = opt.param_groups[0]["params"][0]
+        draw = torch.Generator().manual_seed(k // 2)
+        param.grad = torch.randn(x.shape, generator=draw).to(param)
+        opt.step()
+    torch.testing.assert_close(p.double(), q, rtol=1e-6, atol=1e-6)
+
+
+# ------------------------------------------------------------------ blocks of every shape
+
+
+@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+def test_neuron_groups_step_as_on_the_plain_path(make):
+    model = nn.Sequential(
+        nn.Embedding(5, 3),
+        nn.Linear(3, 4),
+        nn.Conv2d(4, 6, (1, 3), groups=2),
+        nn.ConvTranspose2d(6, 4, 2, groups=2),
+        nn.LayerNorm((2, 2)),
+        nn.GRUCell(3, 2),
+    )
+    params, shapes = list(model.parameters()), neuron_groups(model)
+    index = {p: i for i, p in enumerate(params)}
+
+    def groups(copies):
+        return [{**g, "params": [copies[index[p]] for p in g["params"]]} for g in shapes]
+
+    both = Both(make, params, groups=groups, weight_decay=0.01)
+    for k, absent in enumerate([(), (1, 4), ()]):
+        both.step(k, absent)
+    assert not both.fused.why_plain()
+
+
+@pytest.mark.parametrize(
+    ("shape", "b"),
+    [((6, 4), (3, 1)), ((6, 4), (1, 2)), ((6, 4), (3, 2)), ((4, 3, 2, 2), (2, 3, 1, 1))],
+)
+@pytest.mark.parametrize("layout", LAYOUTS[:3])
+def test_b_may_have_any_shape_that_divides(shape, b, layout):
+    """(heads, 1), and the (groups, out) of a transposed convolution, among others."""
+    both = Both(WNGrad, drawn(shape), per=lambda p: b, momentum=0.9)
+    for k in range(2):
+        for p, q in both.pairs:
+            p.grad = q.grad = filled(shape, layout, p.dtype, k, 1.0)[0]
+        both.fused.step()
+        both.plain.step()
+        both.assert_together()
+    assert both.fused.state[both.ours[0]]["b"].shape == b
+    assert not both.fused.why_plain()
+
+
+# ------------------------------------------------------------------ who takes it, and who says so
+
+
+def refused(reason, make=WNGrad, dtype=torch.float32, **options):
+    p = nn.Parameter(torch.zeros(2, 3, dtype=dtype, device=DEVICE))
+    owner = make.__name__
+    with pytest.raises(ValueError, match=rf"^{owner}: `fused` is True, .*\(2, 3\).*: {reason}\.$"):
+        make([p], fused=True, **options)
+
+
+def test_insisting_names_owner_argument_and_reason(monkeypatch):
+    refused("its type is torch.float64", dtype=torch.float64)
+    refused("its type is torch.complex64", WNAdam, dtype=torch.complex64)
+    refused("`differentiable` is True", differentiable=True)
+    monkeypatch.setattr(fused, "_triton", lambda: False)
+    refused("Triton is not installed")
+
+
+@pytest.mark.skipif(CUDA, reason="about a machine without CUDA")
+def test_without_a_gpu_only_the_interpreter_will_do(monkeypatch):
+    p = nn.Parameter(torch.zeros(2, 3))
+    assert WNGrad([p]).why_plain() == {p: "it is on cpu, not on CUDA"}  # though it interprets
+    monkeypatch.setattr(fused, "_interpreted", lambda: False)
+    refused("it is on cpu, not on CUDA")
+
+
+def sparse(p):
+    rows = torch.ones(1, *p.shape[1:])
+    return torch.sparse_coo_tensor([[1]], rows, p.shape, check_invariants=True).to(DEVICE)
+
+
+def test_a_sparse_gradient_is_refused_at_the_step_and_changes_nothing():
+    p, q = (nn.Parameter(t.to(DEVICE)) for t in drawn((2, 3), (2, 3)))
+    before = p.detach().clone()
+    opt = WNGrad([p, q], fused=True)
+    p.grad, q.grad = torch.ones_like(p), sparse(q)
+    with pytest.raises(
+        ValueError, match=r"^WNGrad: `fused` is True, .*: its gradient is sparse\.$"
+    ):
+        opt.step()
+    assert torch.equal(p, before)
+    assert not opt.state[p]
+
+
+def test_what_cannot_take_it_is_left_to_the_plain_path_and_says_why(automatic):
+    both = Both(WNGrad, [*drawn((4, 3), (5,)), *drawn((3,), dtype=torch.float64)], fused=None)
+    wide = both.ours[2]
+    assert both.fused.why_plain() == {wide: "its type is torch.float64"}
+    for k in range(3):
+        both.give(k)
+        if k:
+            for p in (both.ours[0], both.theirs[0]):
+                p.grad = sparse(p)
+        both.fused.step()
+        both.plain.step()
+        both.assert_together()
+        left = {both.ours[0]: "its gradient is sparse"} if k else {}
+        assert both.fused.why_plain() == {**left, wide: "its type is torch.float64"}
+    both.set(fused=False)
+    assert set(both.fused.why_plain().values()) == {"`fused` is False"}
+
+
+def test_relatives_of_other_types_go_the_plain_way_present_or_absent(automatic):
+    mixed = [*drawn((4, 3)), *drawn((3,), dtype=torch.float64)]
+    both = Both(WNGrad, mixed, fused=None, per="model")
+    for k, absent in enumerate([(), (1,), (0,), (1,)]):
+        both.step(k, absent)
+        assert both.ours[0] in both.fused.why_plain() or 0 in absent
+
+
+def test_a_model_cast_after_some_steps_goes_the_plain_way(automatic):
+    """Its momentum is still of the type it was made in."""
+    both = Both(WNGrad, drawn((3, 5)), fused=None, momentum=0.9)
+    both.step(0)
+    for p in both.ours + both.theirs:
+        p.grad, p.data = None, p.data.bfloat16()
+    both.step(1)
+    assert "of another type" in both.fused.why_plain()[both.ours[0]]
+
+
+def test_a_gradient_that_is_not_yet_worked_out_goes_the_plain_way(automatic):
+    """What lies in memory has the other sign."""
+    both = Both(WNGrad, drawn((3, 5)), fused=None)
+    (p, q), z = both.pairs[0], torch.randn(3, 5, dtype=torch.complex64, device=DEVICE)
+    p.grad = q.grad = z.conj().imag
+    both.fused.step()
+    both.plain.step()
+    both.assert_together()
+    assert both.fused.why_plain()[p] == "its gradient must be worked out first"
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="torch 2.10 or later")
+def test_a_gradient_of_another_type_goes_the_plain_way(automatic):
+    both = Both(WNGrad, drawn((3, 5), dtype=torch.bfloat16), fused=None)
+    both.step(0)
+    for p in both.pairs[0]:
+        p.grad, p.grad_dtype = None, None
+        p.grad = torch.ones(3, 5, device=DEVICE)
+    both.fused.step()
+    both.plain.step()
+    both.assert_together()
+    assert both.fused.why_plain()[both.ours[0]] == "its gradient is of type torch.float32"
+
+
+@pytest.mark.skipif(CUDA, reason="one CPU process is enough")
+def test_ranks_that_must_agree_go_the_plain_way(automatic, tmp_path):
+    """Only the plain path asks the other ranks before it refuses a gradient."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/x", rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        p = nn.Parameter(distribute_tensor(torch.ones(2, 3), mesh, [Shard(0)]))
+        for nonfinite, says in (("raise", ["`nonfinite` is 'raise', on which"]), ("skip", [])):
+            p.grad = distribute_tensor(torch.ones(2, 3), mesh, [Shard(0)])
+            opt = WNGrad([p], nonfinite=nonfinite)
+            opt.step()
+            reasons = list(opt.why_plain().values())
+            assert [reason[: len(say)] for reason, say in zip(reasons, says, strict=True)] == says
+    finally:
+        dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------ what is not finite, and scalers
+
+
+@pytest.mark.parametrize("options", [{}, {"per": "model"}], ids=str)
+def test_a_refused_gradient_changes_nothing_on_either_path(options, automatic):
+    tensors = [*drawn((3, 5)), *drawn((3, 2), dtype=torch.float64)]
+    for order in (tensors, tensors[::-1]):  # first the fused one is bad, then the plain one
+        both = Both(WNGrad, order, fused=None, nonfinite="raise", momentum=0.9, **options)
+        both.step(0)
+        before = [p.detach().clone() for p in both.ours]
+        kept = copy.deepcopy(both.fused.state_dict()["state"])
+        both.give(1, bad=float("inf"))
+        with pytest.raises(ValueError, match="`nonfinite` is 'raise'"):
+            both.fused.step()
+        assert all(torch.equal(p, x) for p, x in zip(both.ours, before, strict=True))
+        after = both.fused.state_dict()["state"]
+        assert all(torch.equal(after[i][key], kept[i][key]) for i in kept for key in kept[i])
+        both.step(2)
+
+
+def test_skips_are_counted_and_leave_a_block_as_it_was():
+    both = Both(WNAdam, drawn((3, 5), (4,)), nonfinite="skip")
+    for k, bad in enumerate((None, float("nan"), float("inf"), None)):
+        both.step(k, bad=bad)
+    assert both.fused.skipped() == both.plain.skipped() == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"per": "model"}, {"momentum": 0.9}], ids=str)
+def test_a_scaler_s_attributes_count_while_they_are_there(options):
+    both = Both(WNGrad, drawn((3, 5), (4,)), **options)
+    for k, (scale, found) in enumerate(
+        [(None, None), (8.0, 0.0), (8.0, 1.0), (None, 1.0), (3.0, None), (None, None), (4.0, 0.0)]
+    ):
+        before = both.ours[0].detach().clone()
+        for opt in (both.fused, both.plain):
+            for name, value in (("grad_scale", scale), ("found_inf", found)):
+                vars(opt).pop(name, None)
+                if value is not None:
+                    setattr(opt, name, torch.full((1,), value, device=DEVICE))
+        both.step(k)
+        assert torch.equal(both.ours[0], before) == (found == 1.0)
+
+
+# ------------------------------------------------------------------ plans and checkpoints
+
+
+def test_plans_do_not_pile_up():
+    both = Both(WNGrad, drawn(*[(2,)] * 6))
+    for k in range(40):
+        both.step(k, absent=[i for i in range(6) if k >> i & 1])
+    assert len(both.fused._engine._plans) <= fused._PLANS
+
+
+def test_gradients_die_with_zero_grad():
+    for options in ({}, {"per": "model"}, {"nonfinite": "raise", "momentum": 0.9}):
+        both = Both(WNGrad, drawn((3, 5), (4,)), **options)
+        both.step(0)
+        both.step(1)
+        grads = [weakref.ref(p.grad) for p in both.ours]
+        both.fused.zero_grad()
+        assert [g() for g in grads] == [None, None]
+
+
+def test_a_captured_step_keeps_its_tables(monkeypatch):
+    """Steps outside the graph, with other gradients, leave those that replays read alone."""
+    both = Both(WNGrad, drawn((3, 5)))
+    both.step(0)
+    both.give(1)
+    held = [both.ours[0].grad, both.theirs[0].grad]
+    with monkeypatch.context() as patch:
+        patch.setattr(fused, "_capturing", lambda: True)
+        patch.setattr(fused, "_outside_the_graph", nullcontext)
+        both.fused.step()
+    both.plain.step()
+    both.step(2)
+    (captured,) = both.fused._engine._captured
+    for one in captured._launches:  # a replay
+        one.step()
+    both.theirs[0].grad = held[1]
+    both.plain.step()
+    both.assert_together()
+
+
+def resumed(opt, params, fuse):
+    """Another optimizer that goes on where this one stands."""
+    other = type(opt)(params, **{**opt.defaults, "fused": fuse})
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    return other
+
+
+@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+def test_a_checkpoint_goes_from_path_to_path(make):
+    both = Both(make, drawn((3, 5), (4,)), b_init="gradient", nonfinite="skip")
+    for k in range(6):
+        both.step(k)
+        fuse = bool(k % 2)
+        both.fused = resumed(both.fused, both.ours, fuse)
+        assert bool(both.fused.why_plain()) != fuse
+
+
+def test_a_checkpoint_with_a_wider_b_goes_the_plain_way(automatic):
+    both = Both(WNGrad, drawn((3, 5)), fused=None)
+    both.step(0)
+    wide = WNGrad([nn.Parameter(both.theirs[0].detach().double())], fused=False)
+    wide.param_groups[0]["params"][0].grad = both.theirs[0].grad.double()
+    wide.step()
+    for opt in (both.fused, both.plain):
+        opt.load_state_dict(wide.state_dict())
+    assert not both.fused._engine._plans  # The new state may lie where the old one lay.
+    both.step(1)
+    assert "of another type" in both.fused.why_plain()[both.ours[0]]
+
+
+@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+def test_pickles_and_copies_of_one_that_has_stepped_step_alike(make):
+    model = nn.Linear(4, 3, device=DEVICE)
+    opt = make(model.parameters(), fused=True)
+    x = torch.ones(2, 4, device=DEVICE)
+    model(x).square().sum().backward()
+    opt.step()
+    copies = [copy.deepcopy((model, opt)), pickle.loads(pickle.dumps((model, opt)))]
+    after = []
+    for one, its in [(model, opt), *copies]:
+        its.zero_grad()
+        one(x).square().sum().backward()
+        its.step()
+        assert not its.why_plain()
+        after.append(one.weight)
+    assert torch.equal(after[0], after[1])
+    assert torch.equal(after[0], after[2])
+
+
+# ------------------------------------------------------------------ stochastic rounding
+
+HALF = torch.bfloat16
+
+
+def test_rounding_is_unbiased_and_goes_to_a_neighbour():
+    n, t = 2**16, torch.tensor(3.0)
+    for x, spacing in ((1 + 0.3 * 2**-7, 2**-7), (-5 - 0.9 * 2**-5, 2**-5), (1.5, 2**-7)):
+        exact = torch.full((n,), x)
+        got = rounded(exact, t, 0).float()
+        assert bool(((got - exact).abs() < spacing).all())
+        share = (x / spacing) % 1
+        error = spacing * (share * (1 - share) / n) ** 0.5
+        assert abs(got.double().mean() - exact[0].double()) <= 4 * error
+    assert torch.equal(rounded(torch.full((n,), 1.5), t, 0), torch.full((n,), 1.5, dtype=HALF))
+
+
+def test_rounding_leaves_inf_and_nan_alone_and_0_at_0():
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0])
+    got = rounded(x, torch.tensor(1.0), 0)
+    assert torch.equal(got.nan_to_num(7, 8, 9), x.to(HALF).nan_to_num(7, 8, 9))
+
+
+@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+@pytest.mark.parametrize(
+    "options", [{}, {"per": "tensor"}, {"per": "model"}, {"nonfinite": "raise"}], ids=str
+)
+def test_both_paths_draw_the_same_numbers(make, options, monkeypatch):
+    """With gradients of 0 both compute the same x, which decay makes new; then so is each bit."""
+    monkeypatch.setattr(launch, "LONGEST", 2**13)
+    shapes = [(7, 30), (2, 5000), (130,), (4, 3, 2, 2), ()]
+    both = Both(make, drawn(*shapes, dtype=HALF), lr=0.5, weight_decay=0.003,
+                decoupled_weight_decay=True, stochastic_rounding=True, **options)  # fmt: skip
+    for _ in range(2):
+        for p, q in both.pairs:
+            p.grad, q.grad = torch.zeros_like(p), torch.zeros_like(q)
+        both.fused.step()
+        both.plain.step()
+        assert all(torch.equal(p, q) for p, q in both.pairs)
+    assert not both.fused.why_plain()
+
+
+def test_large_parameters_are_rounded_as_if_at_once():
+    p = nn.Parameter(torch.randn(600, 500).to(HALF))
+    assert p.numel() > CHUNK
+    exact = p.detach().float() * (1 - 0.5 * 0.003)
+    p.grad = torch.zeros_like(p)
+    options = {"weight_decay": 0.003, "decoupled_weight_decay": True}
+    WNGrad([p], 0.5, fused=False, stochastic_rounding=True, **options).step()
+    assert torch.equal(p, rounded(exact, torch.tensor(1.0), 0))
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_small_updates_are_not_lost(fuse):
+    """Each is a quarter of a spacing: to the nearest none survives, at random their sum does."""
+    n, steps, each = 1024, 16, 2.0**-10
+    ends = []
+    for stochastic in (False, True):
+        p = nn.Parameter(torch.ones(n, dtype=HALF, device=DEVICE))
+        p.grad = torch.ones_like(p)
+        opt = WNGrad([p], each, hold_1d=True, fused=fuse, stochastic_rounding=stochastic)
+        for _ in range(steps):
+            opt.step()
+        ends.append(p.double().mean().item())
+    deviation = 2.0**-8 * (3 / 16 * steps / n) ** 0.5  # of the mean, if the draws are independent
+    if CUDA or not fuse:  # Triton's interpreter cuts bfloat16 off instead of rounding it
+        assert ends[0] == 1.0
+    assert abs(ends[1] - (1 - steps * each)) <= 4 * deviation
+
+
+@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+def test_a_resumed_run_rounds_alike(make):
+    both = Both(make, drawn((7, 30), (130,), dtype=HALF), stochastic_rounding=True)
+    again = Both(make, both.ours, stochastic_rounding=True)
+    for k in range(4):
+        for one in (both, again):
+            one.give(k)
+            one.fused.step()
+        again.fused = resumed(again.fused, again.ours, True)
+        assert all(torch.equal(p, q) for p, q in zip(both.ours, again.ours, strict=True))
+
+
+def test_inf_and_nan_show_and_float32_is_not_rounded():
+    for dtype in (HALF, torch.float32):
+        some = [
+            Both(WNGrad, drawn((7, 3), dtype=dtype), stochastic_rounding=s) for s in (False, True)
+        ]
+        for one in some:
+            one.give(0, bad=float("inf"))
+            one.fused.step()
+        a, b = (one.ours[0] for one in some)
+        assert bool(a[0].isnan().all())
+        assert torch.equal(a.isnan(), b.isnan())
+        assert torch.equal(a.nan_to_num(), b.nan_to_num()) == (dtype == torch.float32)

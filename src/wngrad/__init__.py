@@ -18,12 +18,19 @@ if TYPE_CHECKING:
     from wngrad.batch import minimize as minimize
     from wngrad.batch import minimize_stochastic as minimize_stochastic
     from wngrad.batch import scipy_method as scipy_method
+    from wngrad.lab.sensitivity import best_lam as best_lam
+    from wngrad.lab.sensitivity import lr_sensitivity as lr_sensitivity
+    from wngrad.lab.sensitivity import recommended_lam as recommended_lam
+    from wngrad.lab.sensitivity import usable_decades as usable_decades
+    from wngrad.lab.task import Task as Task
     from wngrad.optim import NeuronGroups as NeuronGroups
     from wngrad.optim import RateSummary as RateSummary
+    from wngrad.optim import Released as Released
     from wngrad.optim import WNAdam as WNAdam
     from wngrad.optim import WNGrad as WNGrad
     from wngrad.optim import lipschitz_b_init as lipschitz_b_init
     from wngrad.optim import neuron_groups as neuron_groups
+    from wngrad.optim import step_in_backward as step_in_backward
     from wngrad.telemetry import rate_metrics as rate_metrics
 
 __version__ = "0.1.0"
@@ -36,6 +43,8 @@ _HOMES = {
     "RateSummary": "wngrad.optim",
     "NeuronGroups": "wngrad.optim",
     "neuron_groups": "wngrad.optim",
+    "Released": "wngrad.optim",
+    "step_in_backward": "wngrad.optim",
     "lipschitz_b_init": "wngrad.optim",
     "rate_metrics": "wngrad.telemetry",
     "minimize": "wngrad.batch",
@@ -45,6 +54,11 @@ _HOMES = {
     "Certificate": "wngrad.batch",
     "Claim": "wngrad.batch",
     "EvaluationError": "wngrad.batch",
+    "Task": "wngrad.lab.task",
+    "best_lam": "wngrad.lab.sensitivity",
+    "lr_sensitivity": "wngrad.lab.sensitivity",
+    "recommended_lam": "wngrad.lab.sensitivity",
+    "usable_decades": "wngrad.lab.sensitivity",
 }
 
 __all__ = [*_HOMES, "__version__"]

@@ -1,9 +1,19 @@
 """PyTorch optimizers: WNGrad and WNAdam, and what helps to set them up."""
 
 from wngrad.optim.groups import NeuronGroups, neuron_groups
+from wngrad.optim.release import Released, step_in_backward
 from wngrad.optim.report import RateSummary
 from wngrad.optim.start import lipschitz_b_init
 from wngrad.optim.wnadam import WNAdam
 from wngrad.optim.wngrad import WNGrad
 
-__all__ = ["NeuronGroups", "RateSummary", "WNAdam", "WNGrad", "lipschitz_b_init", "neuron_groups"]
+__all__ = [
+    "NeuronGroups",
+    "RateSummary",
+    "Released",
+    "WNAdam",
+    "WNGrad",
+    "lipschitz_b_init",
+    "neuron_groups",
+    "step_in_backward",
+]

@@ -8,8 +8,9 @@ from typing import Any, NoReturn, cast, overload
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
-from wngrad.optim import blocks, door, fused, report, sharded, state
+from wngrad.optim import blocks, door, fused, report, rows, sharded, state
 from wngrad.optim.glance import Glance, glance
 from wngrad.optim.launch import Plan
 from wngrad.optim.pieces import Family, Proposal, piece
@@ -27,6 +28,10 @@ class BlockOptimizer(Optimizer):
     # A GradScaler then sets `grad_scale` and `found_inf` before a step, and waits for nothing.
     _step_supports_amp_scaling = True
 
+    def __init__(self, params: ParamsT, settings: dict[str, Any]) -> None:
+        self._fused_engine = fused.Engine()
+        super().__init__(params, settings)
+
     def _checked(self, group: Group) -> Group:
         """The settings a subclass adds, checked and as plain data."""
         raise NotImplementedError
@@ -39,6 +44,12 @@ class BlockOptimizer(Optimizer):
         self, x: Tensor, g: Tensor, b: Tensor, buf: Tensor | None, t: Tensor, family: Family
     ) -> tuple[Tensor, Tensor | None]:
         """The new parameters and buffer, by the algorithm's last lines; changes nothing."""
+        raise NotImplementedError
+
+    def _move_in_place(
+        self, p: Tensor, g: Tensor, b: Tensor, buf: Tensor | None, t: Tensor, family: Family
+    ) -> None:
+        """The same lines without temporaries; changes `p` and `buf`."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------- the step
@@ -60,13 +71,17 @@ class BlockOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._take()
+        return loss
+
+    def _take(self) -> None:
+        """The step itself, with the gradients there are."""
         with torch.set_grad_enabled(any(g["differentiable"] for g in self.param_groups)):
             if torch.compiler.is_compiling() or not self._step_again():
                 if self._untraceable():
                     self._eager_update()
                 else:
                     self._update()
-        return loss
 
     def _update(self) -> None:
         # Whatever can fail, fails before the first launch or commit.
@@ -75,12 +90,16 @@ class BlockOptimizer(Optimizer):
         if not torch.compiler.is_compiling() and fused.possible(self):
             plan, now = self._plan(families)
             families = [f for f in families if f.pieces[0].param in plan.left]
-        proposals = propose(families)
+        alone = [family for family in families if rows.independent(family)]
+        proposals = propose([family for family in families if not rows.independent(family)])
         self._refuse_nonfinite(proposals)
         if plan is not None and now is not None:
             self._launch(plan, now)
         for proposal in proposals:
-            commit(proposal, self._move, self._buffer, self._counts_blocks)
+            commit(proposal, self)
+        for family in alone:
+            for some in rows.split(family):
+                commit(propose([some])[0], self)
 
     # ----------------------------------------------------------------- the fused step
 
@@ -253,6 +272,7 @@ class BlockOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._engine.forget()
         for group in self.param_groups:  # from a release that did not have them all
             for key, value in self.defaults.items():
                 group.setdefault(key, value)

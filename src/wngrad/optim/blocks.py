@@ -21,6 +21,8 @@ Per = PerName | Sequence[Sequence[int]] | Callable[[Tensor], Sequence[int]]
 # and never grow with the parameters. Of 2^14 … 2^20 this was the fastest for WNGrad with 38 M
 # float32 parameters on two CPU cores (48 ms; 57 with 2^16, 109 with 2^20), but runs differ by half.
 CHUNK = 2**18
+LARGE = 2**22  # where there are no temporaries
+IN_PLACE = (torch.float32, torch.float64)  # types a CPU can move in place: x needs none wider
 
 
 def named_shape(shape: Shape, per: PerName) -> Shape:
@@ -81,31 +83,38 @@ def split(t: Tensor, blocks: Shape) -> tuple[Tensor, Shape]:
     return (t if len(shape) == t.dim() else t.view(shape)), tuple(b_shape)
 
 
-def chunks(whole: bool, first: Tensor, *rest: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
+def chunks(
+    whole: bool, first: Tensor, *rest: Tensor | None, most: int | None = None
+) -> Iterator[tuple[Tensor | None, ...]]:
     """The tensors cut alike along dimension 0; what broadcasts there is handed over uncut."""
-    tensors = (first, *rest)
-    if whole or first.dim() == 0 or first.numel() <= CHUNK:
+    tensors, most = (first, *rest), most or CHUNK
+    if whole or first.dim() == 0 or first.numel() <= most:
         yield tensors
         return
     n = first.shape[0]
-    rows = max(1, CHUNK * n // first.numel())
+    rows = max(1, most * n // first.numel())
     for i in range(0, n, rows):
         yield tuple(
             t if t is None or t.dim() == 0 or t.shape[0] != n else t[i : i + rows] for t in tensors
         )
 
 
-def sq_norm(g: Tensor, b_shape: Shape) -> Tensor:
+def sq_norm(g: Tensor, b_shape: Shape, *, traced: bool = True) -> Tensor:
     """‖g‖² over each block, keeping dimensions, summed in float64 (float32 where the
     device has no wider type).
 
     No finite float32, bfloat16 or float16 gradient overflows or underflows here, and the result
-    does not depend on the order of summation by more than float32's rounding.
+    does not depend on the order of summation by more than float32's rounding. Unless autograd or a
+    compiler is to see it, a CPU does it without a copy of g in float64.
     """
-    wide = g.to(accumulator(g.device))
     dims = [i for i, n in enumerate(b_shape) if n == 1]
-    # An empty list of dimensions would make torch sum over all of them.
-    return wide.square().sum(dims, keepdim=True) if dims else wide.square()
+    wide = accumulator(g.device)
+    if not dims:  # An empty list of dimensions would make torch sum over all of them.
+        return g.to(wide).square()
+    if traced or g.device.type != "cpu":
+        return g.to(wide).square().sum(dims, keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(g, dim=dims, keepdim=True, dtype=wide)
+    return norm.square()
 
 
 def accumulator(device: torch.device) -> torch.dtype:

@@ -48,8 +48,14 @@ def _interpreted() -> bool:
 def possible(opt: BlockOptimizer) -> bool:
     """Whether any parameter may take the fused step; on a CPU there is no more to look at."""
     return any(
-        group["fused"] or any(p.is_cuda for p in group["params"]) for group in opt.param_groups
+        group["fused"] or any(p.is_cuda and not _fake(p) for p in group["params"])
+        for group in opt.param_groups
     )
+
+
+def _fake(p: Tensor) -> bool:
+    """Whether it only says what shape it has, to tools that count memory."""
+    return hasattr(p, "fake_mode")
 
 
 def why_not_at_all(p: Tensor, group: Group) -> str | None:
@@ -60,6 +66,8 @@ def why_not_at_all(p: Tensor, group: Group) -> str | None:
         return "Triton is not installed"
     if p.device.type != "cuda" and not (group["fused"] and _interpreted()):
         return f"it is on {p.device.type}, not on CUDA"
+    if _fake(p):
+        return "it is fake, without memory"
     return None if p.dtype in DTYPES else f"its type is {p.dtype}"
 
 
@@ -69,9 +77,13 @@ def why_not(family: Family, buffer: str) -> str | None:
         return reason
     if len({(part.p.device, part.p.dtype) for part in family.pieces}) > 1:
         return "its relatives differ in device or type"
-    lam = family.lam
-    if (found := rate(lam)) is None or found.kind < 0:
-        return f"`lr` is a tensor of type {cast(Tensor, lam).dtype}"
+    lr, device = family.group["lr"], family.pieces[0].p.device
+    if (found := rate(lr)) is None or found.kind < 0:
+        return f"`lr` is a tensor of type {lr.dtype}"
+    if found.kind and lr.device != device:
+        return f"`lr` is on {lr.device}"
+    if not all(_readable(b, torch.float32, device) for b in family.absent):
+        return "a relative's b is of another type or on another device"
     reasons = (_why_not(part, family.group, buffer) for part in family.pieces)
     return next((reason for reason in reasons if reason), None)
 
@@ -94,14 +106,19 @@ def _why_not(part: Piece, group: Group, buffer: str) -> str | None:
     if part.g.dtype != part.p.dtype:
         return f"its gradient is of type {part.g.dtype}"
     if sharded.local(g).data_ptr() != part.g.data_ptr():
-        return "its gradient is partial"
-    if not all(part.state[k].is_contiguous() for k in SMALL if k in part.state):
-        return "its state is not contiguous"
-    if any(v.device != part.p.device for v in part.state.values()):
-        return "its state is on another device"
+        return "its gradient must be worked out first"
+    if group["nonfinite"] == "raise" and sharded.is_sharded(part.param):
+        return "`nonfinite` is 'raise', on which its ranks must agree"
+    types = {"b": torch.float32, "t": torch.float32, "skipped": torch.int32, buffer: part.p.dtype}
+    if not all(_readable(v, types[k], part.p.device, k in SMALL) for k, v in part.state.items()):
+        return "its state is of another type, on another device or not contiguous"
     if layout(part, part.state.get(buffer)) is None:
         return f"its strides are {part.p.stride()}, its gradient's {part.g.stride()}"
     return None
+
+
+def _readable(t: Tensor, dtype: torch.dtype, device: torch.device, dense: bool = True) -> bool:
+    return t.dtype == dtype and t.device == device and (t.is_contiguous() or not dense)
 
 
 # ---------------------------------------------------------------------------- the engine
@@ -123,11 +140,17 @@ class Engine:
             self.latest = self._plans.get(now.key, self.latest)
         return self.latest if self.latest is not None and self.latest.key == now.key else None
 
+    def forget(self) -> None:
+        """There is other state now, which may lie where the old one lay."""
+        self._plans.clear()
+        self.latest = None
+
     def plan(self, opt: BlockOptimizer, families: list[Family], now: Glance) -> Plan:
         """A new plan. For a graph it is filled outside of it, so that replays only read."""
         if _capturing():
             with _outside_the_graph():
                 plan = _plan(opt, families, now)
+            plan.key = ()  # No other step may change its tables.
             self._captured.append(plan)
         else:
             if len(self._plans) >= _PLANS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache, reduce
 from itertools import chain
-from operator import itemgetter, or_
+from operator import attrgetter, itemgetter, or_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ _choices = itemgetter(
     "fused",
     "stochastic_rounding",
 )
-_ADDRESS = Tensor.data_ptr
+_ADDRESS, _DTYPE = Tensor.data_ptr, attrgetter("dtype")
 _FLOATS = {torch.float32: 1, torch.float64: 2}
 
 
@@ -57,13 +57,15 @@ def glance(opt: BlockOptimizer) -> Glance | None:
     for group in opt.param_groups:
         start, decay, per = group["b_init"], group["weight_decay"], group["per"]
         lam = rate(group["lr"])
-        if lam is None or type(start) is str:
+        if lam is None or type(start) not in (float, tuple):
             return None
         settings += lam
         settings += _numbers(group[opt._fraction], decay, start, group["maximize"])
         blocks = per if type(per) is str else tuple(per)
         still = lam == (0, 0)  # A group without rate takes no part.
-        choices.append((_choices(group), blocks, type(start), decay != 0, still, lam.kind))
+        far = group["lr"].device if lam.kind else None
+        numbers = (type(start), decay != 0, opt._buffered(group), still, lam.kind, far)
+        choices.append((_choices(group), blocks, numbers))
     params = [p for group in opt.param_groups for p in group["params"]]
     live = [g for g in [p.grad for p in params] if g is not None]
     kept = list(chain.from_iterable(map(dict.values, opt.state.values())))
@@ -81,19 +83,20 @@ def glance(opt: BlockOptimizer) -> Glance | None:
         strides = tuple(map(_layout, live))
         where = (*map(_address, params), *map(_address, kept))
     odd = reduce(or_, addresses, 0) % 16 and tuple(a % 16 for a in addresses)
-    sizes = tuple(map(Tensor.numel, params))
-    key = (tuple(map(id, params)), where, sizes, strides, absent, odd, tuple(choices))
+    shapes = (*map(Tensor.numel, params), *map(Tensor.stride, params), strides)
+    types = tuple(map(_DTYPE, live))
+    key = (tuple(map(id, params)), where, shapes, types, absent, odd, tuple(choices))
     return Glance(key, addresses, settings)
 
 
 def rate(lr: float | Tensor) -> Rate | None:
     """λ, or where it lies; None if it is not one number."""
     if not isinstance(lr, Tensor):
-        return Rate(bits(float(lr)), 0)
-    if lr.numel() != 1:
+        return Rate(bits(float(lr) + 0.0), 0)  # −0 becomes 0
+    if lr.numel() != 1 or lr.dim() > 2 or lr.is_complex():
         return None
     if lr.device.type == "cpu":
-        return Rate(bits(lr.item()), 0)
+        return Rate(bits(lr.item() + 0.0), 0)
     return Rate(lr.data_ptr(), _FLOATS.get(lr.dtype, -1))
 
 

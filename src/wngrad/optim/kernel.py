@@ -165,7 +165,7 @@ def _write(
 ):
     """x_j ← x_{j-1} − λ g/b_j, or with what stands in for g/b_j."""
     x, buf = was[0].to(tl.float32), was[2].to(tl.float32)
-    factor, lam, mu, decay, keep = numbers
+    factor, lam, mu, decay, keep, rest = numbers
     g = _gradient(was, numbers, DECAY)
     if DECAY == DECOUPLED:
         x = x * keep  # x ← x·(1 − λ·w)
@@ -175,7 +175,7 @@ def _write(
         buf = mu * buf + g * inv  # buf ← μ·buf + g/b_j
         x = x - lam * buf
     else:
-        buf = mu * buf + (1 - mu) * g  # ĝ_j ← β ĝ_{j-1} + (1−β) g
+        buf = mu * buf + rest * g  # ĝ_j ← β ĝ_{j-1} + (1−β) g
         x = x - lam * (buf * inv)
     tl.store(was[3], _rounded(x, seed, col, DTYPE, ROUND), mask=inside)
     if METHOD != PLAIN:
@@ -273,6 +273,7 @@ def _tile(
         mu.to(tl.float32),
         decay.to(tl.float32),
         (1 - lam * decay).to(tl.float32),
+        (1 - mu).to(tl.float32),
     )
 
     first, span, count = tl.load(r + FIRST), tl.load(r + SPAN), tl.load(r + ROWS) * pieces

@@ -52,7 +52,7 @@ class Proposal(NamedTuple):
 
 def piece(param: Tensor, state: dict[str, Tensor], buffer: str, alone: bool) -> Piece:
     """The views of one parameter; `alone` if it shares its b with no other."""
-    p, g = sharded.local(param), sharded.local_gradient(param).resolve_conj()
+    p, g = sharded.local(param), sharded.local_gradient(param).resolve_conj().resolve_neg()
     cuts = sharded.cuts(param, state["b"])
     state = {k: sharded.local(v) for k, v in state.items() if k in (*SMALL, buffer)}
     write_back = None

@@ -92,6 +92,11 @@ def cuts(p: Tensor, b: Tensor) -> tuple[Any, ...]:
     return tuple(mesh.get_group(dim) for dim, (of_p, of_b) in places if _cut(of_p) != _cut(of_b))
 
 
+def is_cut(p: Tensor, blocks: Shape) -> bool:
+    """Whether blocks of a sharded `p` lie on several ranks, said before there is a b."""
+    return any(_cut(a) and blocks[a.dim] != p.shape[a.dim] for a in _placements(p))
+
+
 def sum_over_ranks(sq: Tensor, groups: tuple[Any, ...]) -> Tensor:
     """‖g‖² of blocks that are cut between ranks: one small sum for each group that cuts them."""
     for group in groups:

@@ -49,7 +49,7 @@ class Table:
         view[:] = words
         self.tensor.copy_(staged, non_blocking=True)
         if sent is not None:
-            sent.record()
+            sent.record(torch.cuda.current_stream(self.tensor.device))
         self.words = words
 
     def _slot(self, size: int) -> tuple[Tensor, Any, torch.cuda.Event | None]:

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -19,10 +19,20 @@ from wngrad.optim.state import Group
 
 Cuts = tuple[Any, ...]  # process groups
 
-# (x, g, b, buffer, t, family) -> (new x, new buffer), by the algorithm's last lines
-Move = Callable[
-    [Tensor, Tensor, Tensor, "Tensor | None", Tensor, Family], "tuple[Tensor, Tensor | None]"
-]
+
+class Algorithm(Protocol):
+    """What tells one optimizer's step from another's."""
+
+    _buffer: str
+    _counts_blocks: bool
+
+    def _move(
+        self, x: Tensor, g: Tensor, b: Tensor, buf: Tensor | None, t: Tensor, family: Family
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+    def _move_in_place(
+        self, p: Tensor, g: Tensor, b: Tensor, buf: Tensor | None, t: Tensor, family: Family
+    ) -> None: ...
 
 
 def propose(families: list[Family]) -> list[Proposal]:
@@ -52,29 +62,19 @@ def _propose(family: Family, norms: list[Tensor]) -> list[Proposal]:
     return proposals
 
 
-def commit(proposal: Proposal, move: Move, buffer: str, counts_blocks: bool) -> None:
+def commit(proposal: Proposal, algorithm: Algorithm) -> None:
     """Move the parameter, and store what the step proposes."""
     family, part, b, finite = proposal
     group, state, live = family.group, part.state, _live(proposal)
     t = state["t"] + _as_count(family.lam)
-    if counts_blocks and live is not None:
+    if algorithm._counts_blocks and live is not None:
         t = torch.where(live, state["t"] + 1, state["t"])
     divisor = torch.where(b == 0, 1, b)  # where there is no b yet nothing is written
-    buffers = state.get(buffer)
-    done = 0
-    for p, g, b_, t_, on, buf in _chunks(group, part.p, part.g, divisor, t, live, buffers):
-        x = _working(p, copy=group["differentiable"])
-        m = None if buf is None else _working(buf, copy=group["differentiable"])
-        g_ = _gradient(p, g, family)
-        if group["decoupled_weight_decay"] and group["weight_decay"]:
-            x = rule.decay(x, family.lam, group["weight_decay"])
-        x, m = move(x, g_, b_, m, t_, family)
-        if buf is not None:
-            buf.copy_(m if on is None else torch.where(on, cast(Tensor, m), buf))
-        if group["stochastic_rounding"] and p.dtype == torch.bfloat16:
-            x = rounded(x, t_, done)
-        p.copy_(x if on is None else torch.where(on, x, p))
-        done += p.numel()
+    buffer = state.get(algorithm._buffer)
+    if _in_place(proposal):
+        _move_in_place(family, part, divisor, buffer, t, live, algorithm)
+    else:
+        _move(family, part, divisor, buffer, t, live, algorithm)
     if group["nonfinite"] == "skip":
         b = torch.where(finite, b, state["b"])
         state["skipped"].add_(~finite)
@@ -82,6 +82,60 @@ def commit(proposal: Proposal, move: Move, buffer: str, counts_blocks: bool) -> 
     state["t"].copy_(t)
     if part.write_back is not None:
         part.write_back()
+
+
+def _move(
+    family: Family,
+    part: Piece,
+    b: Tensor,
+    buffer: Tensor | None,
+    t: Tensor,
+    live: Tensor | None,
+    algorithm: Algorithm,
+) -> None:
+    group, done = family.group, 0
+    for p, g, b_, t_, on, buf in _chunks(group, part.p, part.g, b, t, live, buffer):
+        x = _working(p, copy=group["differentiable"])
+        m = None if buf is None else _working(buf, copy=group["differentiable"])
+        g_ = _gradient(p, g, family)
+        if group["decoupled_weight_decay"] and group["weight_decay"]:
+            x = rule.decay(x, family.lam, group["weight_decay"])
+        x, m = algorithm._move(x, g_, b_, m, t_, family)
+        if buf is not None:
+            buf.copy_(m if on is None else torch.where(on, cast(Tensor, m), buf))
+        if group["stochastic_rounding"] and p.dtype == torch.bfloat16:
+            x = rounded(x, t_, done)
+        p.copy_(x if on is None else torch.where(on, x, p))
+        done += p.numel()
+
+
+def _in_place(proposal: Proposal) -> bool:
+    """Whether a parameter is moved without temporaries, as a CPU likes it."""
+    p = proposal.piece.p
+    traced = proposal.family.group["differentiable"] or torch.compiler.is_compiling()
+    return not traced and p.device.type == "cpu" and p.dtype in blocks.IN_PLACE
+
+
+def _move_in_place(
+    family: Family,
+    part: Piece,
+    b: Tensor,
+    buffer: Tensor | None,
+    t: Tensor,
+    live: Tensor | None,
+    algorithm: Algorithm,
+) -> None:
+    group = family.group
+    still = live is not None and not bool(live.all())  # some blocks stay: they are put back
+    parts = _chunks(group, part.p, part.g, b, t, live, buffer, most=blocks.LARGE)
+    for p, g, b_, t_, on, buf in parts:
+        before = [(x, x.clone()) for x in (p, buf) if still and x is not None]
+        g_ = _gradient(p, g, family)
+        if group["decoupled_weight_decay"] and group["weight_decay"]:
+            p.mul_(1 - float(family.lam) * group["weight_decay"])  # rule.decay
+        algorithm._move_in_place(p, g_, b_, buf, t_, family)
+        for x, old in before:
+            x.copy_(torch.where(on, x, old))
 
 
 def _live(proposal: Proposal) -> Tensor | None:
@@ -125,16 +179,21 @@ def _gradient(p: Tensor, g: Tensor, family: Family) -> Tensor:
     return g
 
 
-def _chunks(group: Group, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+def _chunks(
+    group: Group, *tensors: Tensor | None, most: int | None = None
+) -> Iterator[tuple[Any, ...]]:
     whole = group["differentiable"] or torch.compiler.is_compiling()
-    return blocks.chunks(whole, *cast(tuple[Tensor, ...], tensors))
+    return blocks.chunks(whole, *cast(tuple[Tensor, ...], tensors), most=most)
 
 
 def _sq_norm(part: Piece, family: Family) -> Tensor:
     """‖g‖² of each block of a piece, on this rank."""
     shape = tuple(part.state["b"].shape)
-    pairs = _chunks(family.group, part.p, part.g)
-    sums = [blocks.sq_norm(_gradient(p, g, family), shape) for p, g in pairs]
+    quick = part.p.device.type == "cpu" and part.p.dtype in blocks.IN_PLACE
+    most = blocks.LARGE if quick else None
+    pairs = _chunks(family.group, part.p, part.g, most=most)
+    traced = family.group["differentiable"] or torch.compiler.is_compiling()
+    sums = [blocks.sq_norm(_gradient(p, g, family), shape, traced=traced) for p, g in pairs]
     if len(sums) == 1:
         return sums[0]
     return torch.stack(sums).sum(0) if shape[0] == 1 else torch.cat(sums)

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from wngrad import rule
 from wngrad.optim import door
 from wngrad.optim.base import BlockOptimizer
-from wngrad.optim.blocks import Per
+from wngrad.optim.blocks import Per, accumulator
 from wngrad.optim.door import BInit, Nonfinite
 from wngrad.optim.pieces import Family
 from wngrad.optim.state import Group
@@ -86,5 +86,20 @@ class WNAdam(BlockOptimizer):
         assert buf is not None
         beta = family.group["beta"]
         m = rule.running_mean(buf, g, beta)  # ĝ_j ← β ĝ_{j-1} + (1−β) g
-        unbiased = rule.unbiased(m, beta, torch.clamp(t, min=1))  # t = 0: nothing seen, ĝ is 0
+        unbiased = m * _share(beta, t, x.dtype)  # ĝ_j/(1−βᵗ)
         return rule.descend(x, unbiased / b, family.lam), m  # x_j ← x_{j-1} − (λ/b_j) ĝ_j/(1−βᵗ)
+
+    def _move_in_place(
+        self, p: Tensor, g: Tensor, b: Tensor, buf: Tensor | None, t: Tensor, family: Family
+    ) -> None:
+        assert buf is not None
+        beta = family.group["beta"]
+        buf.mul_(beta).add_(g, alpha=1 - beta)  # ĝ_j ← β ĝ_{j-1} + (1−β) g
+        inv = _share(beta, t, p.dtype) / b
+        p.addcmul_(buf, inv, value=-float(family.lam))  # x_j ← x_{j-1} − (λ/b_j) ĝ_j/(1−βᵗ)
+
+
+def _share(beta: float, t: Tensor, dtype: torch.dtype) -> Tensor:
+    """1/(1−βᵗ), found in float64: βᵗ may be close to 1. At t = 0 nothing is seen, and ĝ is 0."""
+    seen: Tensor = rule.unbiased(1.0, beta, torch.clamp(t, min=1).to(accumulator(t.device)))
+    return seen.to(dtype)

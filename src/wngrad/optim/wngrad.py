@@ -115,3 +115,13 @@ class WNGrad(BlockOptimizer):
             return rule.descend(x, g / b, family.lam), None  # x_j ← x_{j-1} − λ g/b_j
         buf = rule.momentum(buf, g, b, family.group["momentum"])  # buf ← μ·buf + g/b_j
         return rule.descend(x, buf, family.lam), buf  # x_j ← x_{j-1} − λ buf
+
+    def _move_in_place(
+        self, p: Tensor, g: Tensor, b: Tensor, buf: Tensor | None, t: Tensor, family: Family
+    ) -> None:
+        lam = float(family.lam)
+        if buf is None:
+            p.addcmul_(g, 1 / b, value=-lam)  # x_j ← x_{j-1} − λ g/b_j
+        else:
+            buf.mul_(family.group["momentum"]).addcdiv_(g, b)  # buf ← μ·buf + g/b_j
+            p.sub_(buf, alpha=lam)  # x_j ← x_{j-1} − λ buf

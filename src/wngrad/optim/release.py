@@ -1,0 +1,182 @@
+"""A step inside backward: each parameter moves when its gradient is there, and frees it.
+
+A block's b asks for the gradient of that block alone, so nothing is gained by waiting for the
+others, and the gradients of the whole model need never be in memory at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from wngrad.optim import fused, sharded
+from wngrad.optim.base import BlockOptimizer
+from wngrad.optim.state import Group, shape_of
+
+_OWNER = "step_in_backward"
+
+
+class Released:
+    """The hooks of `step_in_backward`; `remove`, or the end of a `with`, takes them off."""
+
+    def __init__(self, hooks: list[RemovableHandle]) -> None:
+        self._hooks = hooks
+
+    def remove(self) -> None:
+        """Back to the ordinary loop; what has stepped keeps its state."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def __enter__(self) -> Released:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def step_in_backward(optimizer: BlockOptimizer) -> Released:
+    """Step every parameter as soon as its gradient is complete, and free the gradient.
+
+    The training loop stays as it is. Its `optimizer.step()` takes the step of whatever `backward`
+    has left: parameters added or unfrozen later, and the relatives in a `joint` group one of which
+    has had no gradient. Rule, state and checkpoints are those of the ordinary loop, bit for bit.
+
+    Args:
+        optimizer: a `WNGrad` or `WNAdam`, but neither `per="model"` nor `nonfinite="raise"`, which
+            need every gradient first.
+
+    Returns:
+        A handle with `remove()`, which is a context manager, too.
+
+    Note:
+        One `backward` is one step: to sum up the gradients of several, use it around the last. What
+        looks at all gradients between `backward` and `step` (clipping by the norm of the whole, a
+        `GradScaler`, DistributedDataParallel) comes too late. FSDP2 does not.
+
+    Example:
+        >>> from wngrad import WNGrad
+        >>> model = torch.nn.Linear(3, 2)
+        >>> opt = WNGrad(model.parameters())
+        >>> with step_in_backward(opt):
+        ...     model(torch.ones(1, 3)).sum().backward()
+        >>> model.weight.grad is None, opt.rates()[model.bias]  # b = 1 + 1²/1
+        (True, tensor([0.5000, 0.5000]))
+    """
+    if not isinstance(optimizer, BlockOptimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(f"{_OWNER}: `optimizer` must be a WNGrad or a WNAdam, got {kind}.")
+    _refuse_scaler(optimizer)
+    for group in optimizer.param_groups:
+        _check_settings(group)
+        _check_places(group)
+    hooks = [optimizer.register_step_pre_hook(_refuse_scaler)]
+    for part in _parts(optimizer):
+        hooks += [p.register_post_accumulate_grad_hook(part) for p in part.params]
+    return Released(hooks)
+
+
+class _Part:
+    """Parameters that step together: one alone, or the relatives of a `joint` group."""
+
+    def __init__(self, whole: BlockOptimizer, group: int, members: list[int]) -> None:
+        self._whole, self._number, self._members = whole, group, members
+        self._group = whole.param_groups[group]
+        self._all = [self._group["params"][i] for i in members]
+        self.params = [p for p in self._all if p.requires_grad]  # those that can have a hook
+        # The same optimizer over fewer parameters, with plans of fused steps of its own. Those that
+        # CUDA graphs replay live as long as the optimizer, and not only as long as the hooks.
+        self._alone: BlockOptimizer = object.__new__(type(whole))
+        vars(self._alone).update(vars(whole), _fused_engine=fused.Engine())
+        self._alone._engine._captured = whole._engine._captured
+
+    def __call__(self, _: Tensor) -> None:
+        """The hook: step, unless a relative's gradient is still to come."""
+        if any(p.grad is None and p.requires_grad for p in self._all):
+            return
+        whole, alone = self._whole, self._alone
+        group = whole.param_groups[self._number]
+        if group is not self._group:  # A checkpoint was loaded, and all state is another.
+            self._group = group
+            alone._engine.forget()
+        _check_settings(group)
+        per = group["per"]
+        shapes = [per[i] for i in self._members] if isinstance(per, list) else per
+        stepping = [p for p in self._all if p.grad is not None]
+        known = [p for p in self._all if p.grad is not None or p in whole.state]
+        alone.param_groups = [{**group, "params": self._all, "per": shapes}]
+        alone.state = defaultdict(dict, {p: whole.state[p] for p in known})
+        alone._take()
+        # What a kernel writes autograd does not see, and a graph that still needs it must say so.
+        increment_version(stepping)
+        for p in stepping:
+            p.grad = None
+        alone.state.clear()  # What is kept here would outlive the loading of a checkpoint.
+
+
+def _parts(optimizer: BlockOptimizer) -> Iterator[_Part]:
+    for number, group in enumerate(optimizer.param_groups):
+        every = list(range(len(group["params"])))
+        for members in [every] if group["joint"] else [[i] for i in every]:
+            yield _Part(optimizer, number, members)
+
+
+# ------------------------------------------------------------------------------ the door
+
+
+def _refuse(rule: str) -> None:
+    raise ValueError(f"{_OWNER}: {rule}")
+
+
+def _check_settings(group: Group) -> None:
+    """Looked at again in every hook, since a group's settings may change."""
+    if group["per"] == "model":
+        _refuse(
+            "`per` must not be 'model', whose one b for the whole group needs every gradient "
+            "first; use 'tensor' or 'neuron'."
+        )
+    if group["nonfinite"] == "raise":
+        _refuse(
+            "`nonfinite` must not be 'raise', which changes nothing before every gradient has "
+            "been looked at; use 'skip'."
+        )
+    if group["differentiable"]:
+        _refuse("`differentiable` must be False, since a gradient is freed once it is used.")
+
+
+def _check_places(group: Group) -> None:
+    params: list[Tensor] = group["params"]
+    if group["joint"] and len({p.device for p in params}) > 1:
+        _refuse(
+            f"`joint` parameters must be on one device, whose backward is one thread, got "
+            f"{[str(p.device) for p in params]}."
+        )
+    for i, p in enumerate(params):
+        if sharded.is_sharded(p):
+            if sharded.is_cut(p, shape_of(group, i)):
+                _refuse(
+                    f"`per` must leave blocks whole on a rank, or backward would wait for other "
+                    f"ranks, got {group['per']!r} for a sharded parameter of shape "
+                    f"{tuple(p.shape)}; use 'neuron'."
+                )
+        elif torch.distributed.is_available() and torch.distributed.is_initialized():
+            _refuse(
+                f"`params` must be sharded (FSDP2) where there is a process group, since "
+                f"DistributedDataParallel averages gradients after the step, got one of shape "
+                f"{tuple(p.shape)} that is not."
+            )
+
+
+def _refuse_scaler(optimizer: Optimizer, *_: Any) -> None:
+    if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+        _refuse(
+            "a GradScaler must not be used, since it looks at every gradient before the first "
+            "step; use bfloat16, or `nonfinite` = 'skip' without a scaler."
+        )

@@ -1,0 +1,61 @@
+"""The plain path on a CPU: a parameter's rows, some at a time, their gradient still in the cache.
+
+Rows with a b each are as independent as parameters are. So a large parameter is stepped in pieces
+of rows, each from its norm to its move, and its gradient comes from memory once. Tried on two cores
+with 38 M float32 parameters, in milliseconds for the norms and moves of a step where torch's SGD
+takes 9: moves with the rule's own operators and their temporaries 46, in place
+(`_move_in_place`) 11; norms in float64 5 more than in float32 (`blocks.sq_norm`); `addcdiv_` 2 more
+than `addcmul_` with 1/b; pieces of 2^20 or 2^18 elements 4 to 8 more than of 2^22. What is left
+above SGD are some twenty small operations for the b of each parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from wngrad.optim import blocks
+from wngrad.optim.pieces import Family, Piece
+
+
+def independent(family: Family) -> bool:
+    """Whether a family can be stepped without looking at any other first."""
+    group, part = family.group, family.pieces[0]
+    return (
+        part.p.device.type == "cpu"
+        and len(family.pieces) + len(family.absent) == 1
+        and not part.cuts
+        and part.write_back is None
+        and group["nonfinite"] != "raise"
+        and not group["differentiable"]
+        and not torch.compiler.is_compiling()
+    )
+
+
+def split(family: Family) -> Iterator[Family]:
+    """The same family, as several of a few rows each."""
+    part = family.pieces[0]
+    n, b = part.p.shape[:1].numel(), part.state["b"]
+    if part.p.numel() <= blocks.LARGE or b.shape[0] != n or family.group["stochastic_rounding"]:
+        yield family
+        return
+    rows = max(1, _most(part.p) * n // part.p.numel())
+    for i in range(0, n, rows):
+        yield replace(family, pieces=[_rows(part, i, i + rows, last=i + rows >= n)])
+
+
+def _most(p: Tensor) -> int:
+    return blocks.LARGE if p.dtype in blocks.IN_PLACE else blocks.CHUNK
+
+
+def _rows(part: Piece, start: int, stop: int, last: bool) -> Piece:
+    def cut(t: Tensor) -> Tensor:
+        if t.dim() == 0:  # one count for all of them, which only the last brings up to date
+            return t if last else t.clone()
+        return t[start:stop]
+
+    state = {key: cut(value) for key, value in part.state.items()}
+    return replace(part, p=part.p[start:stop], g=part.g[start:stop], state=state)
