@@ -21,7 +21,7 @@ Per = PerName | Sequence[Sequence[int]] | Callable[[Tensor], Sequence[int]]
 # and never grow with the parameters. Of 2^14 … 2^20 this was the fastest for WNGrad with 38 M
 # float32 parameters on two CPU cores (48 ms; 57 with 2^16, 109 with 2^20), but runs differ by half.
 CHUNK = 2**18
-LARGE = 2**22  # where there are no temporaries
+LARGE = 2**20  # where there are no temporaries
 IN_PLACE = (torch.float32, torch.float64)  # types a CPU can move in place: x needs none wider
 
 
