@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from steps.contestants import NAMES, contestants
+from steps.contestants import NAMES, WAYS, contestants
 from steps.race import race
 from steps.report import document, picture
 from steps.sets import DTYPES, SETS
@@ -49,6 +49,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sets", nargs="+", choices=list(SETS))
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--optimizers", nargs="+", choices=NAMES)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), help="implementations")
     parser.add_argument("--repeats", type=int, default=7, help="rounds")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
@@ -71,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     def tell(line: str) -> None:
         print(f"{time.perf_counter() - began:6.1f} s  {line}", file=sys.stderr, flush=True)
 
-    chosen, results = contestants(device.type, options.optimizers), []
+    chosen, results = contestants(device.type, options.optimizers, options.ways), []
     for name in options.sets or DEFAULT_SETS[device.type]:
         for dtype in options.dtypes:
             results.append(race(name, dtype, device, chosen, options.repeats, tell))

@@ -74,9 +74,15 @@ PEERS = [
 NAMES = [name for name, *_ in OURS + TORCH + PEERS]
 
 
-def contestants(kind: str, names: list[str] | None = None) -> list[Contestant]:
+def contestants(
+    kind: str, names: list[str] | None = None, ways: list[str] | None = None
+) -> list[Contestant]:
     """Everyone on a device of this kind; SGD's fused step comes twice, to show the noise."""
-    found = [c for c in _everyone(kind) if names is None or c.name in names]
+    found = [
+        c
+        for c in _everyone(kind)
+        if (names is None or c.name in names) and (ways is None or c.way in ways)
+    ]
     return found + [
         Contestant(c.name, c.way, c.passes, c.where, c.options, c.graph, again=True)
         for c in found

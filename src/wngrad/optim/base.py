@@ -90,8 +90,8 @@ class BlockOptimizer(Optimizer):
         if not torch.compiler.is_compiling() and fused.possible(self):
             plan, now = self._plan(families)
             families = [f for f in families if f.pieces[0].param in plan.left]
-        alone = [family for family in families if rows.independent(family)]
-        proposals = propose([family for family in families if not rows.independent(family)])
+        alone, together = rows.sorted_out(families)
+        proposals = propose(together)
         self._refuse_nonfinite(proposals)
         if plan is not None and now is not None:
             self._launch(plan, now)
@@ -161,7 +161,8 @@ class BlockOptimizer(Optimizer):
 
     def _refuse_nonfinite(self, proposals: list[Proposal]) -> None:
         asked = [p for p in proposals if p.family.group["nonfinite"] == "raise"]
-        bad = sharded.over_ranks([(~p.finite).sum() for p in asked], [p.piece.param for p in asked])
+        counts = [(~cast(Tensor, p.finite)).sum() for p in asked]
+        bad = sharded.over_ranks(counts, [p.piece.param for p in asked])
         for count, (_, part, _, _) in zip(bad, asked, strict=True):
             if count:
                 self._refuse(part.param, count)

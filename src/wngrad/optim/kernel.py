@@ -140,7 +140,7 @@ def _gradient(was, numbers, DECAY: tl.constexpr):
     """The gradient the rule sees: unscaled, of −f if maximizing, with coupled decay in it."""
     g = was[1].to(tl.float32) * numbers[0]
     if DECAY == COUPLED:
-        g = g + numbers[3] * was[0].to(tl.float32)
+        g = tl.fma(numbers[3], was[0].to(tl.float32), g)
     return g
 
 
@@ -163,20 +163,24 @@ def _write(
     DECAY: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """x_j ← x_{j-1} − λ g/b_j, or with what stands in for g/b_j."""
+    """x_j ← x_{j-1} − λ g/b_j, or with what stands in for g/b_j.
+
+    Which product a sum takes unrounded is said (`fma`), or the compiler would choose, and choose
+    differently for a parameter alone and among others.
+    """
     x, buf = was[0].to(tl.float32), was[2].to(tl.float32)
     factor, lam, mu, decay, keep, rest = numbers
     g = _gradient(was, numbers, DECAY)
     if DECAY == DECOUPLED:
         x = x * keep  # x ← x·(1 − λ·w)
     if METHOD == PLAIN:
-        x = x - lam * (g * inv)
+        x = tl.fma(-lam, g * inv, x)
     elif METHOD == MOMENTUM:
-        buf = mu * buf + g * inv  # buf ← μ·buf + g/b_j
-        x = x - lam * buf
+        buf = tl.fma(mu, buf, g * inv)  # buf ← μ·buf + g/b_j
+        x = tl.fma(-lam, buf, x)
     else:
-        buf = mu * buf + rest * g  # ĝ_j ← β ĝ_{j-1} + (1−β) g
-        x = x - lam * (buf * inv)
+        buf = tl.fma(mu, buf, rest * g)  # ĝ_j ← β ĝ_{j-1} + (1−β) g
+        x = tl.fma(-lam, buf * inv, x)
     tl.store(was[3], _rounded(x, seed, col, DTYPE, ROUND), mask=inside)
     if METHOD != PLAIN:
         tl.store(was[4], buf.to(DTYPE), mask=inside)

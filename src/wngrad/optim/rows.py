@@ -21,8 +21,14 @@ from wngrad.optim import blocks
 from wngrad.optim.pieces import Family, Piece
 
 
-def independent(family: Family) -> bool:
-    """Whether a family can be stepped without looking at any other first."""
+def sorted_out(families: list[Family]) -> tuple[list[Family], list[Family]]:
+    """Families that can be stepped without looking at any other first, and the rest."""
+    alone = [_independent(family) for family in families]
+    both = list(zip(families, alone, strict=True))
+    return [f for f, free in both if free], [f for f, free in both if not free]
+
+
+def _independent(family: Family) -> bool:
     group, part = family.group, family.pieces[0]
     return (
         part.p.device.type == "cpu"
