@@ -17,8 +17,8 @@ if not torch.cuda.is_available():
     # For tests/test_fused.py: Triton decides when it is imported (by torch, too) who runs kernels.
     os.environ["TRITON_INTERPRET"] = "1"
 
-import wngrad  # noqa: E402
-from wngrad import WNAdam, WNGrad  # noqa: E402
+import wngrad
+from wngrad import WNAdam, WNGrad
 
 settings.register_profile(
     "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
