@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import Result
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from typer.testing import CliRunner
@@ -494,7 +493,7 @@ SMALL = ["--contestants", "sgd", "--seeds", "1", "--scale", "0.2"]
 
 
 @pytest.fixture
-def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Result]:
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     """A small tournament in a folder of its own, with real workers."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WNGRAD_DATA", "")
@@ -503,7 +502,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Result
 
 
 def test_a_second_call_runs_only_what_the_exported_records_lack(
-    tmp_path: Path, play: Callable[[], Result]
+    tmp_path: Path, play: Callable[[], Any]
 ) -> None:
     first = play()
     assert first.exit_code == 0, first.output
@@ -521,7 +520,7 @@ def test_a_second_call_runs_only_what_the_exported_records_lack(
 
 
 def test_records_of_other_conditions_are_not_overwritten(
-    tmp_path: Path, play: Callable[[], Result]
+    tmp_path: Path, play: Callable[[], Any]
 ) -> None:
     folder = tmp_path / "results/tournament"
     folder.mkdir(parents=True)

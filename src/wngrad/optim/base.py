@@ -161,7 +161,7 @@ class BlockOptimizer(Optimizer):
 
     def _refuse_nonfinite(self, proposals: list[Proposal]) -> None:
         asked = [p for p in proposals if p.family.group["nonfinite"] == "raise"]
-        counts = [(~cast(Tensor, p.finite)).sum() for p in asked]
+        counts = [(~p.finite).sum() for p in asked]
         bad = sharded.over_ranks(counts, [p.piece.param for p in asked])
         for count, (_, part, _, _) in zip(bad, asked, strict=True):
             if count:

@@ -167,7 +167,7 @@ def _plan(opt: BlockOptimizer, families: list[Family], now: Glance) -> Plan:
     return Plan(opt, [family for family, why in both if not why], left, now)
 
 
-def _side() -> torch.cuda.Stream:
+def _side() -> torch.cuda.Stream:  # pragma: no cover, needs a GPU
     """A stream that captures nothing. torch hands out the same 32 again and again."""
     while True:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -177,7 +177,7 @@ def _side() -> torch.cuda.Stream:
 
 
 @contextmanager
-def _outside_the_graph() -> Iterator[None]:
+def _outside_the_graph() -> Iterator[None]:  # pragma: no cover, needs a GPU
     """Work at once, though a graph is being captured: what is written is there for all replays."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")

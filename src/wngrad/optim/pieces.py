@@ -47,7 +47,7 @@ class Proposal(NamedTuple):
     family: Family
     piece: Piece
     b: Tensor  # the new b; 0 where no gradient has set one yet, NaN where it would be infinite
-    finite: Tensor | None  # blocks whose gradient and b are finite; None if all are, and have a b
+    finite: Tensor  # blocks whose gradient and b are finite
 
 
 def piece(param: Tensor, state: dict[str, Tensor], buffer: str, alone: bool) -> Piece:

@@ -45,9 +45,6 @@ def _propose(family: Family, norms: list[Tensor]) -> list[Proposal]:
     group, lam = family.group, family.lam
     proposals = []
     for part, sq, b in zip(family.pieces, norms, _shared_b(family), strict=True):
-        if _plainly(family, b) and (quick := _all_well(b, sq, lam)) is not None:
-            proposals.append(Proposal(family, part, quick, None))
-            continue
         wide = b.to(sq.dtype, copy=group["differentiable"])
         if isinstance(group["b_init"], tuple):
             wide = _latched(wide, sq, lam, group["b_init"][1], torch.finfo(b.dtype))
@@ -65,24 +62,6 @@ def _propose(family: Family, norms: list[Tensor]) -> list[Proposal]:
     return proposals
 
 
-def _plainly(family: Family, b: Tensor) -> bool:
-    """Whether b only follows the rule, on a CPU, where looking at it costs nothing."""
-    group = family.group
-    traced = group["differentiable"] or torch.compiler.is_compiling()
-    usual = group["nonfinite"] != "raise" and not isinstance(group["b_init"], tuple)
-    number = not isinstance(family.lam, Tensor)
-    return usual and number and not traced and not family.hold and b.device.type == "cpu"
-
-
-def _all_well(b: Tensor, sq: Tensor, lam: Any) -> Tensor | None:
-    """The new b, unless there is one to make a case of: not finite, or not there yet."""
-    if not b.numel():
-        return None
-    new: Tensor = rule.next_b(b.to(sq.dtype), sq, lam).to(b.dtype)
-    low, high = torch.aminmax(new)
-    return new if low > 0 and high < torch.inf else None  # NaN is neither
-
-
 def commit(proposal: Proposal, algorithm: Algorithm) -> None:
     """Move the parameter, and store what the step proposes."""
     family, part, b, finite = proposal
@@ -90,14 +69,13 @@ def commit(proposal: Proposal, algorithm: Algorithm) -> None:
     t = state["t"] + _as_count(family.lam)
     if algorithm._counts_blocks and live is not None:
         t = torch.where(live, state["t"] + 1, state["t"])
-    # Where there is no b yet nothing is written.
-    divisor = b if finite is None else torch.where(b == 0, 1, b)
+    divisor = torch.where(b == 0, 1, b)  # where there is no b yet nothing is written
     buffer = state.get(algorithm._buffer)
     if _in_place(proposal):
         _move_in_place(family, part, divisor, buffer, t, live, algorithm)
     else:
         _move(family, part, divisor, buffer, t, live, algorithm)
-    if group["nonfinite"] == "skip" and finite is not None:
+    if group["nonfinite"] == "skip":
         b = torch.where(finite, b, state["b"])
         state["skipped"].add_(~finite)
     state["b"].copy_(b)
@@ -167,8 +145,6 @@ def _live(proposal: Proposal) -> Tensor | None:
     rate leaves buffers and counts alone, as a checkpoint loader's dummy step must.
     """
     group, lam = proposal.family.group, proposal.family.lam
-    if proposal.finite is None:
-        return None
     masks = [lam != 0] if isinstance(lam, Tensor) else []
     if group["nonfinite"] == "skip":
         masks.append(proposal.finite)
