@@ -40,6 +40,11 @@ class Family:
     hold: bool  # b stays at b₁
     scale: Tensor | None = None  # what a GradScaler has multiplied the gradient by
 
+    @property
+    def traced(self) -> bool:
+        """Whether autograd or a compiler is to see the step: then it is one expression."""
+        return bool(self.group["differentiable"]) or torch.compiler.is_compiling()
+
 
 class Proposal(NamedTuple):
     """What a step is about to do to a piece."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from wngrad.optim import blocks
@@ -36,8 +35,7 @@ def _independent(family: Family) -> bool:
         and not part.cuts
         and part.write_back is None
         and group["nonfinite"] != "raise"
-        and not group["differentiable"]
-        and not torch.compiler.is_compiling()
+        and not family.traced
     )
 
 

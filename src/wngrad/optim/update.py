@@ -15,7 +15,6 @@ from wngrad import rule
 from wngrad.optim import blocks, sharded
 from wngrad.optim.pieces import Family, Piece, Proposal
 from wngrad.optim.rounding import rounded
-from wngrad.optim.state import Group
 
 Cuts = tuple[Any, ...]  # process groups
 
@@ -94,7 +93,7 @@ def _move(
     algorithm: Algorithm,
 ) -> None:
     group, done = family.group, 0
-    for p, g, b_, t_, on, buf in _chunks(group, part.p, part.g, b, t, live, buffer):
+    for p, g, b_, t_, on, buf in _chunks(family, part.p, part.g, b, t, live, buffer):
         x = _working(p, copy=group["differentiable"])
         m = None if buf is None else _working(buf, copy=group["differentiable"])
         g_ = _gradient(p, g, family)
@@ -112,8 +111,7 @@ def _move(
 def _in_place(proposal: Proposal) -> bool:
     """Whether a parameter is moved without temporaries, as a CPU likes it."""
     p = proposal.piece.p
-    traced = proposal.family.group["differentiable"] or torch.compiler.is_compiling()
-    return not traced and p.device.type == "cpu" and p.dtype in blocks.IN_PLACE
+    return not proposal.family.traced and p.device.type == "cpu" and p.dtype in blocks.IN_PLACE
 
 
 def _move_in_place(
@@ -127,7 +125,7 @@ def _move_in_place(
 ) -> None:
     group = family.group
     still = live is not None and not bool(live.all())  # some blocks stay: they are put back
-    parts = _chunks(group, part.p, part.g, b, t, live, buffer, most=blocks.LARGE)
+    parts = _chunks(family, part.p, part.g, b, t, live, buffer, most=blocks.LARGE)
     for p, g, b_, t_, on, buf in parts:
         before = [(x, x.clone()) for x in (p, buf) if still and x is not None]
         g_ = _gradient(p, g, family)
@@ -180,10 +178,9 @@ def _gradient(p: Tensor, g: Tensor, family: Family) -> Tensor:
 
 
 def _chunks(
-    group: Group, *tensors: Tensor | None, most: int | None = None
+    family: Family, *tensors: Tensor | None, most: int | None = None
 ) -> Iterator[tuple[Any, ...]]:
-    whole = group["differentiable"] or torch.compiler.is_compiling()
-    return blocks.chunks(whole, *cast(tuple[Tensor, ...], tensors), most=most)
+    return blocks.chunks(family.traced, *cast(tuple[Tensor, ...], tensors), most=most)
 
 
 def _sq_norm(part: Piece, family: Family) -> Tensor:
@@ -191,9 +188,8 @@ def _sq_norm(part: Piece, family: Family) -> Tensor:
     shape = tuple(part.state["b"].shape)
     quick = part.p.device.type == "cpu" and part.p.dtype in blocks.IN_PLACE
     most = blocks.LARGE if quick else None
-    pairs = _chunks(family.group, part.p, part.g, most=most)
-    traced = family.group["differentiable"] or torch.compiler.is_compiling()
-    sums = [blocks.sq_norm(_gradient(p, g, family), shape, traced=traced) for p, g in pairs]
+    pairs = _chunks(family, part.p, part.g, most=most)
+    sums = [blocks.sq_norm(_gradient(p, g, family), shape, traced=family.traced) for p, g in pairs]
     if len(sums) == 1:
         return sums[0]
     return torch.stack(sums).sum(0) if shape[0] == 1 else torch.cat(sums)
