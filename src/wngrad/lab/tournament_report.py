@@ -177,16 +177,17 @@ def _grid(outcomes: Sequence[Outcome], figures: str) -> list[str]:
         if found:
             mean = sum(curve.usable.value for curve in found.values()) / len(found)
             cells = [str(found[task].usable) if task in found else "–" for task in every]
-            rows.append((mean, (who.label, f"{mean:.2f}", *cells)))
+            rows.append((mean, (who.label, f"{mean:.2f}", *_overall(found.values()), *cells)))
     rows.sort(key=lambda row: -row[0])
     n = sorted({len(curve.seeds) for curves in every.values() for curve in curves.values()})
     return [
-        *_table(("method", "mean", *every), [row for _, row in rows]),
+        *_table(("method", "mean", "sensitivity", "diverged", *every), [row for _, row in rows]),
         "",
         "Usable decades of λ, with a 95 % interval from the seeds "
         f"(n = {_few(n)}): how far λ may move, in powers of ten, and the final test loss stays "
         "within 5 % of the way from the best loss of all methods to the loss at the start. 0: the "
-        "method never comes so near to the best; ≥: the grid ends before the range does.",
+        "method never comes so near to the best; ≥: the grid ends before the range does. "
+        "Sensitivity (lower is better; defined below): the mean over the tasks.",
         "",
         f"![Final test loss over λ]({figures}/curves.png)",
         "",
@@ -194,6 +195,14 @@ def _grid(outcomes: Sequence[Outcome], figures: str) -> list[str]:
         "above the loss at the start counts as the loss at the start. Methods without a λ to move "
         "are level lines.",
     ]
+
+
+def _overall(curves: Iterable[Curve]) -> tuple[str, str]:
+    """The mean sensitivity over the tasks, and how many runs diverged."""
+    every = list(curves)
+    means = [mean for curve in every if (mean := curve.sensitivity.mean) is not None]
+    sensitivity = f"{sum(means) / len(means):.2f}" if means else "–"
+    return sensitivity, f"{sum(c.diverged for c in every)} of {sum(c.runs for c in every)}"
 
 
 def _details(outcomes: Sequence[Outcome]) -> list[str]:
