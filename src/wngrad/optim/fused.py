@@ -8,7 +8,6 @@ gradients and the groups' numbers up to date.
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from wngrad.optim import sharded
+from wngrad.optim import launch, native, sharded
 from wngrad.optim.glance import Glance, rate
 from wngrad.optim.launch import Plan
 from wngrad.optim.layout import layout
@@ -39,18 +38,14 @@ def _triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _interpreted() -> bool:
-    """Whether Triton runs kernels on the CPU, one element after another, as the tests do."""
-    triton = sys.modules.get("triton")  # not imported for this: it takes a while
-    return triton is not None and bool(triton.knobs.runtime.interpret)
-
-
 def possible(opt: BlockOptimizer) -> bool:
-    """Whether any parameter may take the fused step; on a CPU there is no more to look at."""
-    return any(
-        group["fused"] or any(p.is_cuda and not _fake(p) for p in group["params"])
-        for group in opt.param_groups
-    )
+    """Whether any parameter may take the fused step; if none may there is no more to look at."""
+    return any(group["fused"] or any(map(_may, group["params"])) for group in opt.param_groups)
+
+
+def _may(p: Tensor) -> bool:
+    here = p.device.type == "cpu" and p.dtype == torch.float32 and native.why_not() is None
+    return (p.is_cuda or here) and not _fake(p)
 
 
 def _fake(p: Tensor) -> bool:
@@ -62,12 +57,14 @@ def why_not_at_all(p: Tensor, group: Group) -> str | None:
     """Why a parameter can never take the fused step."""
     if group["differentiable"]:
         return "`differentiable` is True"
-    if not _triton():
-        return "Triton is not installed"
-    if p.device.type != "cuda" and not (group["fused"] and _interpreted()):
-        return f"it is on {p.device.type}, not on CUDA"
     if _fake(p):
         return "it is fake, without memory"
+    if launch.natively(p, group):
+        return native.why_not() if p.dtype == torch.float32 else f"its type is {p.dtype}"
+    if p.device.type not in ("cuda", "cpu"):
+        return f"it is on {p.device.type}"
+    if not _triton():
+        return "Triton is not installed"
     return None if p.dtype in DTYPES else f"its type is {p.dtype}"
 
 
@@ -84,6 +81,11 @@ def why_not(family: Family, buffer: str) -> str | None:
         return f"`lr` is on {lr.device}"
     if not all(_readable(b, torch.float32, device) for b in family.absent):
         return "a relative's b is of another type or on another device"
+    if launch.natively(family.pieces[0].p, family.group):
+        if len(family.pieces) + len(family.absent) > 1:
+            return "it shares its b with others, on a CPU"
+        if family.group["nonfinite"] == "raise":
+            return "`nonfinite` is 'raise', on a CPU"
     reasons = (_why_not(part, family.group, buffer) for part in family.pieces)
     return next((reason for reason in reasons if reason), None)
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from wngrad.optim.tables import Decay, Rule
+
 # The words of a parameter's record.
 P, B, BUF, T, SKIPPED, LENGTH, ROWS, PIECES, PIECE = map(tl.constexpr, range(9))
 FIRST, SPAN, GROUP, HOLD, PARTS, ROOM, WORDS = map(tl.constexpr, range(9, 16))
@@ -32,8 +34,8 @@ F_ROWS, F_RUN, F_RUNS, F_MEMBER, F_MEMBERS, F_GROUP, F_HOLD, F_FIRST, F_WORDS = 
 M_B, M_T, M_SKIPPED, M_ROOM, M_PRESENT, M_WORDS = map(tl.constexpr, range(6))
 
 ALL, SUMS, MOVES = map(tl.constexpr, range(3))  # what step_tiles does
-PLAIN, MOMENTUM, ADAM = map(tl.constexpr, range(3))  # Algorithms 3, 3 with momentum, and 4
-NONE, COUPLED, DECOUPLED = map(tl.constexpr, range(3))  # weight decay
+PLAIN, MOMENTUM, ADAM = (tl.constexpr(rule.value) for rule in Rule)
+NONE, COUPLED, DECOUPLED = (tl.constexpr(decay.value) for decay in Decay)
 # A tile's shape is its kind: 2^kind columns, and as many rows as the tile holds. Then whether
 # loads can be 16 bytes wide, or need an address for each element.
 LOOSE, STRIDED, KINDS_END = map(tl.constexpr, (16, 32, 48))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from wngrad.optim import native
 from wngrad.optim.glance import Glance
 from wngrad.optim.pieces import Family, Piece
+from wngrad.optim.state import Group
 from wngrad.optim.tables import (
     DTYPES,
     ELEMENTS,
@@ -17,7 +20,9 @@ from wngrad.optim.tables import (
     STAGES,
     TILES,
     Batch,
+    Decay,
     Method,
+    Rule,
     Settler,
     Table,
 )
@@ -47,12 +52,19 @@ class Plan:
         for family in families:
             method = _method(opt, family)
             batches.setdefault(method, []).append((family, number[id(family.group)]))
+        # A backward that needs what was there before the step must say so, not go wrong in silence.
+        taken = (part.param for family in families for part in family.pieces)
+        self._moved = [p for p in taken if not p.is_inference()]
         self._settings = {method.device: Table(now.settings, method.device) for method in batches}
-        self._launches = []
+        self._launches: list[_Launch | native.Launch] = []
         for method, some in batches.items():
             index = [order[part.param] for family, _ in some for part in family.pieces]
-            batch = Batch(method, some, opt._buffer)
-            self._launches.append(_Launch(batch, index, now.grads, self._settings[method.device]))
+            settings = self._settings[method.device]
+            if method.native:
+                self._launches.append(native.Launch(method, some, opt._buffer, index, settings))
+            else:
+                batch = Batch(method, some, opt._buffer)
+                self._launches.append(_Launch(batch, index, now.grads, settings))
 
     def run(self, now: Glance, scale: Tensor | None, found: Tensor | None) -> Refused | None:
         """Take the step; or change nothing and say which parameter must not be stepped."""
@@ -61,11 +73,12 @@ class Plan:
         for launch in self._launches:
             launch.prepare(now.grads, scale, found)
         for launch in self._launches:
-            if launch.method.looks and (bad := launch.bad()) is not None:
+            if isinstance(launch, _Launch) and (bad := launch.bad()) is not None:
                 return bad
         for launch in self._launches:
             with _on(launch.method.device):
                 launch.step()
+        torch.autograd.graph.increment_version(self._moved)
         return None
 
 
@@ -85,8 +98,8 @@ class _Launch:
         self._flags, self._scaled = {"SCALE": False, "FOUND": False}, False
         self._constants = {
             "DTYPE": getattr(tl, DTYPES[batch.method.dtype]),
-            "METHOD": batch.method.rule,
-            "DECAY": batch.method.decay,
+            "METHOD": batch.method.rule.value,
+            "DECAY": batch.method.decay.value,
             "SKIP": batch.method.skip,
             "LATCH": batch.method.latch,
             "ROUND": batch.method.rounds,
@@ -110,7 +123,7 @@ class _Launch:
     def step(self) -> None:
         k, method = self.kernel, self.method
         if method.whole:
-            if method.rounds and method.rule != k.ADAM.value:
+            if method.rounds and method.rule != Rule.ADAM:
                 k.count_steps[(len(self._index),)](
                     self.batch.records.tensor,
                     self._settings,
@@ -126,7 +139,9 @@ class _Launch:
         self._tiles(k.MOVES)
 
     def bad(self) -> Refused | None:
-        """A parameter with rows that are not finite. Waits for the device."""
+        """A parameter with rows that are not finite, if that is to be known. Then it waits."""
+        if not self.method.looks:
+            return None
         with _on(self.method.device):
             self._tiles(self.kernel.SUMS)
             for settler in self.batch.settlers:
@@ -175,7 +190,7 @@ class _Launch:
             self.batch.coefs,
             self._found,
             settler.bad,
-            METHOD=method.rule,
+            METHOD=method.rule.value,
             SKIP=method.skip,
             LATCH=method.latch,
             FOUND=self._flags["FOUND"],
@@ -193,26 +208,38 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     return _HERE if here else torch.cuda.device(device)
 
 
-def _method(opt: BlockOptimizer, family: Family) -> Method:
-    from wngrad.optim import kernel as k
+def interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU, one element after another, as the tests do."""
+    triton = sys.modules.get("triton")  # not imported for this: it takes a while
+    return triton is not None and bool(triton.knobs.runtime.interpret)
 
+
+def natively(p: Tensor, group: Group) -> bool:
+    """Whether it is for native.c to step a parameter, not for Triton."""
+    return p.device.type == "cpu" and not (group["fused"] and interpreted())
+
+
+def _method(opt: BlockOptimizer, family: Family) -> Method:
     group, part = family.group, family.pieces[0]
-    rule = k.ADAM if opt._counts_blocks else k.MOMENTUM if opt._buffer in part.state else k.PLAIN
-    decay = k.DECOUPLED if group["decoupled_weight_decay"] else k.COUPLED
+    native = natively(part.p, group)
+    buffered = Rule.MOMENTUM if opt._buffer in part.state else Rule.PLAIN
+    decay = Decay.DECOUPLED if group["decoupled_weight_decay"] else Decay.COUPLED
     looks = group["nonfinite"] == "raise"
     longest = max(_length(part) for part in family.pieces)
     alone = len(family.pieces) + len(family.absent) == 1
     whole, tiles = alone and not looks and longest <= LONGEST, TILES[part.p.dtype]
+    tile = next((n for n in tiles if longest <= n and whole), tiles[-1] if whole else tiles[0])
     return Method(
         part.p.device,
         part.p.dtype,
-        rule.value,
-        decay.value if group["weight_decay"] else k.NONE.value,
+        native,
+        Rule.ADAM if opt._counts_blocks else buffered,
+        decay if group["weight_decay"] else Decay.NONE,
         group["nonfinite"] == "skip",
         isinstance(group["b_init"], tuple),
         group["stochastic_rounding"] and part.p.dtype == torch.bfloat16,
-        next((n for n in tiles if longest <= n and whole), tiles[-1] if whole else tiles[0]),
-        whole,
+        0 if native else tile,
+        native or whole,
         looks,
     )
 

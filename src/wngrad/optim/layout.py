@@ -44,7 +44,7 @@ class Layout:
 
 
 def layout(part: Piece, buffer: Tensor | None) -> Layout | None:
-    """The rows of a piece, or None if its strides are too many to follow."""
+    """The rows of a piece; None if its strides are too many, or it would be written twice."""
     tensors = (part.p, part.g, part.p if buffer is None else buffer)
     strides = zip(*(t.stride() for t in tensors), strict=True)
     dims = [_Dim(n, s) for n, s in zip(part.p.shape, strides, strict=True)]
@@ -58,7 +58,8 @@ def layout(part: Piece, buffer: Tensor | None) -> Layout | None:
     summed.sort(key=lambda d: d.strides, reverse=True)
     found = Layout(rows, length, _merged(kept), _merged(summed))
     fits = len(found.kept) <= _MOST_KEPT and len(found.summed) <= _MOST_SUMMED
-    return found if fits else None
+    written = ((d.strides[0], d.strides[2]) for d in dims if d.size > 1)
+    return found if fits and all(0 not in each for each in written) else None
 
 
 def _merged(dims: list[_Dim]) -> tuple[_Dim, ...]:

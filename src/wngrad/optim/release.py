@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -114,8 +113,6 @@ class _Part:
         alone.param_groups = [{**group, "params": self._all, "per": shapes}]
         alone.state = defaultdict(dict, {p: whole.state[p] for p in known})
         alone._take()
-        # What a kernel writes autograd does not see, and a graph that still needs it must say so.
-        increment_version(stepping)
         for p in stepping:
             p.grad = None
         alone.state.clear()  # What is kept here would outlive the loading of a checkpoint.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from enum import IntEnum
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
@@ -70,13 +71,26 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
+class Rule(IntEnum):
+    """What moves a parameter."""
+
+    PLAIN, MOMENTUM, ADAM = range(3)  # Algorithms 3, 3 with momentum, and 4
+
+
+class Decay(IntEnum):
+    """Where weight decay comes in."""
+
+    NONE, COUPLED, DECOUPLED = range(3)
+
+
 class Method(NamedTuple):
     """What the kernel is compiled for."""
 
     device: torch.device
     dtype: torch.dtype
-    rule: int  # Algorithm 3, 3 with momentum, or 4
-    decay: int  # none, coupled or decoupled
+    native: bool  # by native.c, not by Triton; the last three are then all the same
+    rule: Rule
+    decay: Decay
     skip: bool
     latch: bool
     rounds: bool  # stochastically
@@ -110,8 +124,8 @@ class Batch:
         records: list[int] = []
         for i, ((part, family, group), s) in enumerate(zip(members, shapes, strict=True)):
             piece = s.length if pieces[i] == 1 else tile
-            records += [part.p.data_ptr(), *(_address(part, key) for key in ("b", buffer, "t"))]
-            records += [_address(part, "skipped"), s.length, s.rows, pieces[i], piece, first[i]]
+            records += [part.p.data_ptr(), *(address(part, key) for key in ("b", buffer, "t"))]
+            records += [address(part, "skipped"), s.length, s.rows, pieces[i], piece, first[i]]
             records += [span, group, int(family.hold), sums[i], room[i]]
         device = method.device
         self.kinds = sum(1 << kind for kind in set(kinds))
@@ -166,9 +180,9 @@ class Settler:
             absent = [(b_.data_ptr(), 0, 0, 0, 0) for b_ in family.absent]
             present = [
                 (
-                    _address(s.part, "b"),
-                    _address(s.part, "t"),
-                    _address(s.part, "skipped"),
+                    address(s.part, "b"),
+                    address(s.part, "t"),
+                    address(s.part, "skipped"),
                     s.room,
                     1,
                 )
@@ -200,7 +214,8 @@ def _spots(
     return found
 
 
-def _address(part: Piece, key: str) -> int:
+def address(part: Piece, key: str) -> int:
+    """Where a part of the state lies; 0 if there is none."""
     return part.state[key].data_ptr() if key in part.state else 0
 
 

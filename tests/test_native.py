@@ -1,0 +1,250 @@
+"""The fused step on a CPU: native.c, held to the plain path bit for bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import Phase, given, seed, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from wngrad import WNAdam, WNGrad
+from wngrad.optim import launch, native
+
+pytest.importorskip("triton")
+import test_fused as both_kernels
+
+pytestmark = pytest.mark.skipif(
+    native.why_not() is not None or torch.cuda.is_available(), reason="needs a C compiler, no GPU"
+)
+
+
+@pytest.fixture(autouse=True)
+def chosen(monkeypatch):
+    """`fused=True` asks for native.c, not for Triton's interpreter."""
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+
+
+# ------------------------------------------------------------------ in lock-step
+
+drawn_cases = both_kernels.cases(
+    dtypes=(torch.float32,),
+    pers=("neuron", "neuron", "tensor", "slice"),
+    nonfinites=("propagate", "skip"),
+)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_step_is_the_plain_path_s_whatever_the_shapes_strides_and_options(part):
+    drawn = settings(max_examples=75, derandomize=False, phases=[Phase.generate], database=None)
+    seed(part)(drawn(given(drawn_cases)(both_kernels.run_in_lock_step)))()
+
+
+def pair(make, tensors, **options):
+    """A fused optimizer and a plain one, over copies of the same parameters."""
+    copies = [[nn.Parameter(t.clone()) for t in tensors] for _ in "ab"]
+    return [
+        (ps, make(ps, fused=fuse, **options))
+        for ps, fuse in zip(copies, (True, False), strict=True)
+    ]
+
+
+def step(pairs, k):
+    for params, opt in pairs:
+        draw = torch.Generator().manual_seed(k)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=draw)
+        opt.step()
+
+
+def assert_same(pairs):
+    (ours, fused), (theirs, plain) = pairs
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(p, q)
+        mine, other = fused.state[p], plain.state[q]
+        assert mine.keys() == other.keys()
+        assert all(torch.equal(mine[key], other[key]) for key in mine)
+
+
+OPTIONS = [
+    {},
+    {"weight_decay": 0.01},
+    {"weight_decay": 0.01, "decoupled_weight_decay": True},
+    {"maximize": True, "b_init": "gradient"},
+    {"nonfinite": "skip", "hold_1d": True},
+    {"per": "tensor"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kind", ["plain", "momentum", "adam"])
+def test_several_steps_are_those_of_the_plain_path_bit_for_bit(kind, options):
+    draw = torch.Generator().manual_seed(3)
+    shapes = [(64, 300), (65,), (7, 3, 3, 3), (2, 200_001), (1,), ()]
+    tensors = [torch.randn(shape, generator=draw) for shape in shapes]
+    tensors.append(torch.randn(4, 5, 3, 3, generator=draw).to(memory_format=torch.channels_last))
+    tensors.append(torch.randn(6, 5, generator=draw).t())
+
+    def make(params, **more):
+        return both_kernels.make(kind, params, lr=0.37, **options, **more)
+
+    pairs = pair(make, tensors)
+    for k in range(4):
+        step(pairs, k)
+        assert_same(pairs)
+    assert not pairs[0][1].why_plain()
+
+
+@given(
+    st.integers(1, 4), st.integers(1, 300), st.integers(1, 70), st.sampled_from([WNGrad, WNAdam])
+)
+@settings(max_examples=40)
+def test_where_a_row_is_cut_does_not_show(rows, length, piece, make):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "interpreted", lambda: False)
+        patch.setattr(native, "PIECE", piece)
+        pairs = pair(make, [torch.ones(rows, length)], lr=0.37, nonfinite="skip")
+        for k in range(3):
+            step(pairs, k)
+            assert_same(pairs)
+
+
+def test_the_number_of_threads_does_not_show():
+    before, ends = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            p = nn.Parameter(torch.ones(300, 700))
+            q = nn.Parameter(torch.ones(1, 300_000))
+            opt = WNGrad([p, q], 0.37, momentum=0.9, fused=True)
+            for k in range(3):
+                step([([p, q], opt)], k)
+            ends.append((p, q))
+    finally:
+        torch.set_num_threads(before)
+    for p, q in ends[1:]:
+        assert torch.equal(p, ends[0][0])
+        assert torch.equal(q, ends[0][1])
+
+
+def test_it_is_the_default_for_float32_and_says_where_it_is_not_used():
+    p, wide = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2, 3, dtype=torch.float64))
+    assert WNGrad([p, wide]).why_plain() == {wide: "its type is torch.float64"}
+    for options, why in (
+        ({"per": "model"}, "it shares its b with others, on a CPU"),
+        ({"nonfinite": "raise"}, "`nonfinite` is 'raise', on a CPU"),
+    ):
+        two = [nn.Parameter(torch.ones(2, 3)) for _ in range(2)]
+        opt = WNGrad(two, **options)
+        for q in two:
+            q.grad = torch.ones_like(q)
+        opt.step()
+        assert opt.why_plain() == dict.fromkeys(two, why)
+        insisting = WNGrad(two, fused=True, **options)
+        with pytest.raises(ValueError, match=r"`fused` is True, but .* cannot take the fused step"):
+            insisting.step()
+
+
+def test_a_parameter_that_lies_on_itself_is_left_to_torch_which_refuses_it():
+    p = torch.zeros(1, 3).expand(2, 3)
+    p.grad = torch.ones(2, 3)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        WNGrad([p]).step()
+
+
+# ------------------------------------------------------------------ compiling
+
+
+@pytest.fixture
+def anew(monkeypatch, tmp_path):
+    """Nothing is compiled yet, and the cache is empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CC", raising=False)
+    native._library.cache_clear()
+    native._own_folder.cache_clear()
+    yield tmp_path
+    native._library.cache_clear()
+    native._own_folder.cache_clear()
+
+
+def compiler(folder, body):
+    """A compiler that is a script."""
+    path = folder / "cc"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def real():
+    found = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    assert found
+    return found
+
+
+def stepped():
+    p = nn.Parameter(torch.ones(2, 3))
+    opt = WNGrad([p])
+    p.grad = torch.ones(2, 3)
+    opt.step()
+    assert torch.equal(p, torch.full((2, 3), 0.75))  # 1 − 1/(1 + 3)
+    return opt.why_plain().get(p)
+
+
+def test_what_is_compiled_once_is_not_compiled_again(anew):
+    assert stepped() is None
+    (made,) = (anew / "cache" / "wngrad").iterdir()
+    when = made.stat().st_mtime_ns
+    native._library.cache_clear()
+    assert stepped() is None
+    assert [path.stat().st_mtime_ns for path in (anew / "cache" / "wngrad").iterdir()] == [when]
+
+
+@pytest.mark.parametrize(
+    ("env", "why"),
+    [
+        ({"PATH": ""}, "there is no C compiler (cc)"),
+        ({"WNGRAD_NATIVE": "0"}, "WNGRAD_NATIVE is 0"),
+        ({"CC": "/nowhere/cc"}, "native.c could not be compiled or loaded ("),
+    ],
+    ids=str,
+)
+def test_without_a_compiler_the_plain_path_steps_and_says_why(anew, monkeypatch, env, why):
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    assert stepped().startswith(why)
+    with pytest.raises(ValueError, match="`fused` is True, but a parameter of shape"):
+        WNGrad([nn.Parameter(torch.ones(2, 3))], fused=True)
+
+
+def test_a_compiler_that_fails_is_quoted(anew, monkeypatch):
+    monkeypatch.setenv("CC", compiler(anew, "echo 'no luck today' >&2; exit 1"))
+    assert "no luck today" in stepped()
+    assert not list((anew / "cache" / "wngrad").iterdir())  # nothing is left behind
+
+
+@pytest.mark.parametrize("unknown", ["-march=native", "-fopenmp"])
+def test_a_compiler_that_does_not_know_a_flag_does_without(anew, monkeypatch, unknown):
+    body = f'for word in "$@"; do test "$word" = {unknown} && exit 1; done; exec {real()} "$@"'
+    monkeypatch.setenv("CC", compiler(anew, body))
+    assert stepped() is None
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(anew, monkeypatch):
+    (anew / "cache").write_text("a file, not a folder")
+    assert stepped() is None
+
+
+def test_several_processes_may_compile_at_once(anew):
+    code = "from wngrad.optim import native; print(native.why_not())"
+    some = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    assert [one.communicate(timeout=120)[0].strip() for one in some] == ["None"] * 3
+    assert len(list((anew / "cache" / "wngrad").iterdir())) == 1
