@@ -155,6 +155,35 @@ def read(path: Path) -> bytes | None:
         raise Damaged(f"{path} is a folder, not a file.") from error
 
 
+def move(path: Path, to: Path) -> None:
+    """Give a file another name, in place of what may have had it."""
+    os.replace(path, to)
+
+
+def remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def names(folder: Path) -> list[str]:
+    """What lies in a folder, sorted; nothing if it is not there."""
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
+
+
+def exists(path: Path) -> bool:
+    return path.exists()
+
+
+def is_folder(path: Path) -> bool:
+    return path.is_dir()
+
+
+def make(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+
+
 @contextmanager
 def lock(path: Path, *, wait: bool) -> Iterator[bool]:
     """Hold `path` for this process alone; yields whether that was possible.

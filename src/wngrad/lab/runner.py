@@ -9,7 +9,7 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,6 +42,7 @@ class Session:
         tell: called with an event (a dict with a `kind`) after everything that happens.
         stop: asked between any two steps whether to save and leave.
         failed: packs not to try, as they have just taken a process with them, and how.
+        wait: seconds to wait for a pack that another process has; then it is left to it.
     """
 
     sweep: Sweep
@@ -53,6 +54,7 @@ class Session:
     tell: Callable[[Event], None] = lambda event: None
     stop: Callable[[], bool] = lambda: False
     failed: Mapping[str, str] = field(default_factory=dict)
+    wait: float = 0.0
     settings: dict[str, Any] = field(init=False)
     environment: dict[str, Any] = field(init=False)
 
@@ -61,8 +63,11 @@ class Session:
         self.environment = environment(self.device)
         self.settings = {**self.sweep.identity(), **conditions(self)}
 
-    def run(self) -> None:
+    def run(self, only: Collection[str] | None = None) -> None:
         """Train what has no record yet.
+
+        Args:
+            only: names of packs, if the others are left to others.
 
         Raises:
             Interrupted: `stop` said so; the state is saved.
@@ -73,9 +78,11 @@ class Session:
         lanes = sum(len(pack.lanes) for pack in packs)
         self.tell({"kind": "plan", "lanes": lanes, "epochs": self.sweep.epochs})
         for pack in packs:
+            if only is not None and pack.name not in only:
+                continue
             if self.stop():
                 raise Interrupted
-            with self.store.claim(pack) as mine:
+            with self.store.claim(pack, self.wait) as mine:
                 if not mine:
                     self.tell({"kind": "busy", "pack": pack.name, "lanes": len(pack.lanes)})
                 elif pack.name in self.failed:
@@ -87,15 +94,7 @@ class Session:
                     self.tell({"kind": "had", "pack": pack.name, "lanes": len(pack.lanes)})
 
     def _missing(self, pack: Pack) -> list[Lane]:
-        return [lane for lane in pack.lanes if not self._done(self.store.record(lane))]
-
-    def _done(self, record: Record | None) -> bool:
-        return (
-            record is not None
-            and record.status == "done"
-            and record.settings == self.settings
-            and record.epochs >= self.sweep.epochs
-        )
+        return self.store.missing(pack, self.settings, self.sweep.epochs)
 
     def _run_pack(self, pack: Pack, missing: Iterable[Lane]) -> None:
         self.tell({"kind": "start", "pack": pack.name, "lanes": len(pack.lanes)})

@@ -200,8 +200,7 @@ def packs(
     """Cut settings × seeds into packs of at most `most` lanes, named from number `first` on."""
     if not settings or not seeds:
         return []
-    whole = most is None or len(settings) * len(seeds) <= most
-    per_pack = len(seeds) if whole else 1
+    per_pack = len(seeds) if most is None else max(1, most // len(settings))
     width = len(settings) if most is None else min(most, len(settings))
     cut = [
         (tuple(settings[k : k + width]), tuple(seeds[s : s + per_pack]))

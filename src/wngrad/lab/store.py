@@ -7,20 +7,21 @@
     sessions.jsonl        who worked here, when, and how fast (told apart from the records, which do
                           not depend on it)
 
-Several processes may share a folder: each pack is run by the one that holds its lock.
+Several processes may share a folder: each pack is run by the one that holds its lock. The folder
+may be anywhere that `places` can reach.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from wngrad.lab import files
+from wngrad.lab import files, places
 from wngrad.lab.spec import Lane, Pack, Record, Setting, Sweep
 
 
@@ -31,8 +32,11 @@ class Mismatch(ValueError):  # noqa: N818 - a state, and the name callers read
 class Store:
     """The records, checkpoints and locks of one sweep."""
 
-    def __init__(self, folder: Path, warn: Callable[[str], None] = lambda message: None) -> None:
-        self.folder, self.warn = Path(folder), warn
+    def __init__(
+        self, home: Path | str, warn: Callable[[str], None] = lambda message: None
+    ) -> None:
+        self.home, self.warn = home, warn
+        self.place, self.folder = places.find(home)
         self._written: set[Path] = set()  # checkpoints known to be whole: this process wrote them
 
     def open(self, sweep: Sweep, conditions: dict[str, Any]) -> list[Pack]:
@@ -43,19 +47,45 @@ class Store:
             conditions: what would change the numbers: precision, device, versions, data, note.
         """
         for name in ("records", "checkpoints", "locks"):
-            (self.folder / name).mkdir(parents=True, exist_ok=True)
-        with files.lock(self.folder / "locks" / "sweep", wait=True):
-            wanted = {**sweep.identity(), **conditions}
-            known = self._manifest() or {"settings": self._recorded() or wanted, "packs": []}
-            if known["settings"] != wanted:
-                raise Mismatch(self._differences(known["settings"], wanted))
-            planned = [_pack(entry) for entry in known["packs"]]
-            added = _added(sweep, planned)
+            self.place.make(self.folder / name)
+        with self.place.lock(self.folder / "locks" / "sweep", wait=True):
+            known, planned, added = self._planned(sweep, conditions)
             if added or not planned:
                 entries = [_entry(pack) for pack in (*planned, *added)]
                 self._write(self.folder / "sweep.json", {**known, "packs": entries})
-            asked = set(sweep.lanes)
-            return [pack for pack in (*planned, *added) if asked & set(pack.lanes)]
+            return _asked(sweep, (*planned, *added))
+
+    def packs(self, sweep: Sweep, conditions: dict[str, Any]) -> list[Pack]:
+        """What `open` would return; nothing is written."""
+        _, planned, added = self._planned(sweep, conditions)
+        return _asked(sweep, (*planned, *added))
+
+    def cut(self) -> list[Pack]:
+        """The packs that are settled already."""
+        return [_pack(entry) for entry in (self._manifest() or {"packs": []})["packs"]]
+
+    def _planned(
+        self, sweep: Sweep, conditions: dict[str, Any]
+    ) -> tuple[dict[str, Any], list[Pack], list[Pack]]:
+        wanted = {**sweep.identity(), **conditions}
+        known = self._manifest() or {"settings": self._recorded() or wanted, "packs": []}
+        if known["settings"] != wanted:
+            raise Mismatch(self._differences(known["settings"], wanted))
+        planned = [_pack(entry) for entry in known["packs"]]
+        return known, planned, _added(sweep, planned)
+
+    def missing(self, pack: Pack, settings: dict[str, Any], epochs: int) -> list[Lane]:
+        """The lanes of a pack that have no record of so many epochs under these settings."""
+
+        def done(record: Record | None) -> bool:
+            return (
+                record is not None
+                and record.status == "done"
+                and record.settings == settings
+                and record.epochs >= epochs
+            )
+
+        return [lane for lane in pack.lanes if not done(self.record(lane))]
 
     def record(self, lane: Lane) -> Record | None:
         """The lane's record; None if there is none that can be read."""
@@ -63,7 +93,7 @@ class Store:
 
     def _read_record(self, path: Path) -> Record | None:
         try:
-            data = files.read(path)
+            data = self.place.read(path)
             return None if data is None else Record.from_json(files.open_json(data, str(path)))
         except files.Damaged as error:
             self._set_aside(path, error)
@@ -74,7 +104,8 @@ class Store:
 
     def records(self) -> list[Record]:
         """All records that can be read."""
-        paths = sorted((self.folder / "records").glob("*.json"))
+        folder = self.folder / "records"
+        paths = [folder / name for name in self.place.names(folder) if name.endswith(".json")]
         return [record for path in paths if (record := self._read_record(path)) is not None]
 
     def export(self, path: Path) -> None:
@@ -87,8 +118,8 @@ class Store:
         path = self._checkpoint_path(pack)
         if path in self._written or self._readable(path):
             self._written.discard(path)  # if the new one cannot be written, there is none
-            os.replace(path, self._old(path))
-        files.write(path, sealed)
+            self.place.move(path, self._old(path))
+        self.place.write(path, sealed)
         self._written.add(path)
 
     def load(self, pack: Pack) -> Any | None:
@@ -96,7 +127,7 @@ class Store:
         path, damaged = self._checkpoint_path(pack), False
         for candidate in (path, self._old(path)):
             try:
-                data = files.read(candidate)
+                data = self.place.read(candidate)
                 if data is None:
                     continue
                 state = files.open_tensors(data, str(candidate))
@@ -113,23 +144,39 @@ class Store:
 
     def finish(self, pack: Pack) -> None:
         """Drop what only an interrupted pack needs."""
-        self._old(self._checkpoint_path(pack)).unlink(missing_ok=True)
+        self.place.remove(self._old(self._checkpoint_path(pack)))
 
     @contextmanager
-    def claim(self, pack: Pack) -> Iterator[bool]:
-        """Whether this process may run the pack, for as long as the block lasts."""
-        with files.lock(self.folder / "locks" / pack.name, wait=False) as mine:
+    def claim(self, pack: Pack, patience: float = 0.0) -> Iterator[bool]:
+        """Whether this process may run the pack, for as long as the block lasts.
+
+        Args:
+            patience: seconds to wait for another process that has it.
+        """
+        until = time.monotonic() + patience
+        while True:
+            with self.place.lock(self.folder / "locks" / pack.name, wait=False) as mine:
+                if mine or time.monotonic() >= until:
+                    yield mine
+                    return
+            time.sleep(0.05)
+
+    @contextmanager
+    def lead(self) -> Iterator[bool]:
+        """Whether this process may give out the packs to others, for as long as the block lasts."""
+        self.place.make(self.folder / "locks")
+        with self.place.lock(self.folder / "locks" / "driver", wait=False) as mine:
             yield mine
 
     def log(self, entry: dict[str, Any]) -> None:
         """Add a line to `sessions.jsonl`."""
         line = (json.dumps(entry, ensure_ascii=False) + "\n").encode()
-        files.append(self.folder / "sessions.jsonl", line)
+        self.place.append(self.folder / "sessions.jsonl", line)
 
     def _manifest(self) -> dict[str, Any] | None:
         path = self.folder / "sweep.json"
         try:
-            data = files.read(path)
+            data = self.place.read(path)
             return None if data is None else files.open_json(data, str(path))
         except files.Damaged as error:
             # The records and checkpoints say for themselves what they are of.
@@ -143,7 +190,7 @@ class Store:
     def _readable(self, path: Path) -> bool:
         """Whether `path` may become the fallback: a damaged file must not push out a good one."""
         try:
-            data = files.read(path)
+            data = self.place.read(path)
             return data is not None and files.open_tensors(data, str(path)) is not None
         except files.Damaged as error:
             self._set_aside(path, error)
@@ -152,15 +199,15 @@ class Store:
     def _set_aside(self, path: Path, error: Exception) -> None:
         """Say that a file is damaged, and move it out of the way without losing it."""
         names = (path.with_name(f"{path.name}.damaged-{k}") for k in itertools.count(1))
-        aside = next(name for name in names if not name.exists())
+        aside = next(name for name in names if not self.place.exists(name))
         with suppress(FileNotFoundError):  # another process has just done it
-            os.replace(path, aside)
+            self.place.move(path, aside)
         self.warn(f"{error} It is kept as {aside.name}.")
 
     def _old(self, path: Path) -> Path:
         """Where the state before is kept; a folder that lies there is moved out of the way."""
         old = path.with_name(path.name + ".old")
-        if old.is_dir():
+        if self.place.is_folder(old):
             self._set_aside(old, files.Damaged(f"{old} is a folder, not a file."))
         return old
 
@@ -168,12 +215,12 @@ class Store:
         keys = [k for k in {**before, **now} if before.get(k) != now.get(k)]
         said = "; ".join(f"{k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in keys)
         return (
-            f"{self.folder} holds a sweep made under other conditions ({said}). "
+            f"{self.home} holds a sweep made under other conditions ({said}). "
             "Nothing was changed: choose another folder with --out."
         )
 
     def _write(self, path: Path, value: dict[str, Any]) -> None:
-        files.write(path, files.seal_json(value))
+        self.place.write(path, files.seal_json(value))
 
     def _record_path(self, lane: Lane) -> Path:
         return self.folder / "records" / f"{lane.name}.json"
@@ -199,6 +246,11 @@ def _added(sweep: Sweep, planned: Sequence[Pack]) -> list[Pack]:
     seeds = {seed for pack in planned for seed in pack.seeds}
     new = [seed for seed in sweep.seeds if seed not in seeds]
     return sweep.cut(new, first=len(planned) + 1)
+
+
+def _asked(sweep: Sweep, packs: Sequence[Pack]) -> list[Pack]:
+    lanes = set(sweep.lanes)
+    return [pack for pack in packs if lanes & set(pack.lanes)]
 
 
 def _entry(pack: Pack) -> dict[str, Any]:

@@ -29,11 +29,12 @@ class Job:
     """What a worker is to run."""
 
     sweep: Sweep
-    out: Path
+    out: Path | str  # a folder, or an address
     data: Path | None = None
     device: str = "auto"
     note: str = ""
     save_every: float = 30.0
+    sized: bool = False  # whether someone has said how many lanes a pack has
 
     def to_json(self, failed: dict[str, str]) -> str:
         return json.dumps(

@@ -6,10 +6,14 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wngrad.lab.spec import Sweep
+
+if TYPE_CHECKING:
+    from wngrad.lab.runner import Session
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -35,6 +39,35 @@ class _Stop:
         return bool(self.signal) or self.alone or os.getppid() != self.parent
 
 
+def session(
+    job: dict[str, Any], tell: Callable[[dict[str, Any]], None], stop: Callable[[], bool]
+) -> Session:
+    """What a job asks for, with its data loaded and its store at hand."""
+    import torch
+
+    from wngrad.lab.data import load
+    from wngrad.lab.runner import Session
+    from wngrad.lab.store import Store
+    from wngrad.lab.task import task_data
+
+    device = job["device"]
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    folder = Path(job["data"]) if job["data"] else None
+    sweep = Sweep.from_json(job["sweep"])
+    return Session(
+        sweep,
+        task_data(sweep.task) if sweep.task else load(sweep.dataset, folder),
+        Store(job["out"], warn=lambda text: tell({"kind": "warning", "text": text})),
+        device=device,
+        note=job["note"],
+        save_every=job["save_every"],
+        tell=tell,
+        stop=stop,
+        failed=job["failed"],
+    )
+
+
 def main(events: int, job: dict[str, Any]) -> int:
     """Run a job; tell what happens as lines of JSON on the file descriptor `events`."""
     stop = _Stop()  # first of all: a signal during the imports must not be lost
@@ -50,32 +83,12 @@ def main(events: int, job: dict[str, Any]) -> int:
         tell({"kind": kind, "status": status, **what})
         return status
 
-    import torch
+    from wngrad.lab.runner import Interrupted
 
-    from wngrad.lab.data import load
-    from wngrad.lab.runner import Interrupted, Session
-    from wngrad.lab.store import Store
-    from wngrad.lab.task import task_data
-
-    device = job["device"]
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    folder = Path(job["data"]) if job["data"] else None
     try:
-        sweep = Sweep.from_json(job["sweep"])
-        session = Session(
-            sweep,
-            task_data(sweep.task) if sweep.task else load(sweep.dataset, folder),
-            Store(Path(job["out"]), warn=lambda text: tell({"kind": "warning", "text": text})),
-            device=device,
-            note=job["note"],
-            save_every=job["save_every"],
-            tell=tell,
-            stop=stop,
-            failed=job["failed"],
-        )
+        found = session(job, tell, stop)
         stop.begun = True
-        session.run()
+        found.run()
     except Interrupted:
         return last(128 + (stop.signal or signal.SIGTERM), "interrupted")
     except (ValueError, OSError, RuntimeError) as error:
