@@ -49,7 +49,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/integrations: $(VENV)/ready
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[integrations]"
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[integrations,ray]"
 	touch $@
 
 $(VENV)/peers: $(VENV)/ready

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast, get_args
-
-import numpy as np
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeAlias, cast, get_args
 
 try:
     import typer
@@ -20,8 +16,9 @@ try:
 except ImportError:  # pragma: no cover
     sys.exit("wngrad: the command line needs the extra `lab`: pip install 'wngrad[lab]'.")
 
-from wngrad.batch import Certificate, EvaluationError, Result, minimize
-from wngrad.problems import ZOO, Problem
+from wngrad import cli_certify
+from wngrad.batch import EvaluationError, Result, minimize
+from wngrad.problems import ZOO
 
 if TYPE_CHECKING:
     from wngrad.lab.spec import Kind
@@ -33,6 +30,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Gradient descent that learns its learning rate: check the theory, study the method.",
 )
+
+
+Ray: TypeAlias = Annotated[
+    str | None, typer.Option(help="Run on a Ray cluster: HOST:PORT, auto, or local.")
+]
+Cpus: TypeAlias = Annotated[int, typer.Option(min=1, help="Cores of a pack, with --ray.")]
+DryRun: TypeAlias = Annotated[
+    bool, typer.Option("--dry-run", help="Print packs, resources and time; train nothing.")
+]
+Out: TypeAlias = Annotated[
+    str | None, typer.Option(help="A folder, or an address as s3://…; out/NAME if not given.")
+]
 
 
 @app.callback()
@@ -55,16 +64,19 @@ def certify(
     out: Annotated[Path, typer.Option(help="A folder for the picture.")] = Path("out"),
 ) -> None:
     """Run Algorithm 1 from several b₁ and set every bound of the paper beside what was measured."""
-    what, exact = _problem(problem, x0, lipschitz, f_star)
+    try:
+        what, exact = cli_certify.problem(problem, x0, lipschitz, f_star)
+    except ValueError as error:
+        _fail(str(error))
     _make(out)
     named: list[tuple[str, Result]] = []
-    for text in b1 or _choices(what):
+    for text in b1 or cli_certify.choices(what):
         try:
             res = minimize(
                 what.f,
                 what.x0,
                 jac=what.grad,
-                b_init=_b1(text, what),
+                b_init=cli_certify.b1(text, what),
                 tol=tol,
                 max_steps=max_steps,
                 trace=True,
@@ -75,7 +87,7 @@ def certify(
                 continue
             _fail(str(error))
         named.append((text, res))
-    held = _print_certificates(what, named, None if exact else 1e-6)
+    held = cli_certify.show(what, named, None if exact else 1e-6)
     path = out / f"certify-{Path(what.name).stem}.png"
     from wngrad.batch import picture
 
@@ -125,7 +137,7 @@ def run(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     epochs: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
-    out: Annotated[Path | None, typer.Option(help="A folder; out/RECIPE if not given.")] = None,
+    out: Out = None,
     lanes: Annotated[
         int | None, typer.Option(min=1, help="At most so many at once, if memory is short.")
     ] = None,
@@ -135,9 +147,13 @@ def run(
         typer.Option(min=1, help="Seconds of silence (compilation is silent) to call a hang."),
     ] = None,
     save_every: Annotated[float, typer.Option(min=0, help="Seconds between checkpoints.")] = 30.0,
+    ray: Ray = None,
+    cpus: Cpus = 1,
+    dry_run: DryRun = False,
 ) -> None:
     """Train every lane of a recipe. What is done is left alone; what was interrupted goes on."""
     from wngrad.lab import recipes
+    from wngrad.lab.places import is_address
     from wngrad.lab.supervisor import Job
 
     try:
@@ -146,10 +162,12 @@ def run(
         _fail(str(error))
     if lanes is not None:
         sweep = replace(sweep, lanes_per_pack=lanes)
-    folder = out or Path("out") / sweep.name
-    _make(folder)
-    outcome, told = _trained(Job(sweep, folder, data, device, note, save_every), patience)
-    where = [] if out is None else ["--out", str(out)]
+    folder = out or f"out/{sweep.name}"
+    job = Job(sweep, folder, data, device, note, save_every, sized=lanes is not None)
+    if dry_run:
+        _plan(job, ray, cpus)
+    outcome, told = _trained(job, patience, ray, cpus)
+    where = [] if out is None else ["--records" if is_address(out) else "--out", out]
     following = shlex.join(["wngrad", "report", recipe, *where])
     print(f"{told}. Records are in {folder}; next: {following}")
     for lane in outcome.failed:
@@ -170,7 +188,7 @@ def sweep(
     seeds: Annotated[int, typer.Option(min=1, help="Runs at each λ.")] = 3,
     epochs: Annotated[int | None, typer.Option(min=1, help="Instead of the task's.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="A folder; out/NAME if not given.")] = None,
+    out: Out = None,
     lanes: Annotated[
         int | None, typer.Option(min=1, help="At most so many at once, if memory is short.")
     ] = None,
@@ -183,6 +201,9 @@ def sweep(
         typer.Option(min=1, help="Seconds of silence (compilation is silent) to call a hang."),
     ] = None,
     save_every: Annotated[float, typer.Option(min=0, help="Seconds between checkpoints.")] = 30.0,
+    ray: Ray = None,
+    cpus: Cpus = 1,
+    dry_run: DryRun = False,
 ) -> None:
     """How much does your own training depend on the learning rate? Trains, resumes and reports."""
     from wngrad.lab import sweep_plan, sweep_told
@@ -202,13 +223,15 @@ def sweep(
         )
     except ValueError as error:
         _fail(str(error))
-    folder = out or Path("out") / sweep_plan.folder(plan.sweep.name)
-    _make(folder)
+    usual = Path("out") / sweep_plan.folder(plan.sweep.name)
     for line in plan.how:
         print(line)
-    outcome, _ = _trained(Job(plan.sweep, folder, None, device, note, save_every), patience)
+    job = Job(plan.sweep, out or usual, None, device, note, save_every, sized=lanes is not None)
+    if dry_run:
+        _plan(job, ray, cpus)
+    outcome, _ = _trained(job, patience, ray, cpus)
     try:
-        told = sweep_told.write(plan, folder, shlex.join(["wngrad", *sys.argv[1:]]), _warn)
+        told = sweep_told.write(plan, job.out, usual, shlex.join(["wngrad", *sys.argv[1:]]), _warn)
     except ImportError as error:
         _fail(f"reports need the extra `lab`: pip install 'wngrad[lab]' ({error}).")
     except (ValueError, OSError) as error:
@@ -227,7 +250,8 @@ def sweep(
 def report(
     recipe: Annotated[str, typer.Argument(help="See `wngrad list`; or module:sweep.")],
     records: Annotated[
-        Path | None, typer.Option(help="The folder of a run, or a .jsonl file of records.")
+        str | None,
+        typer.Option(help="The folder or address of a run, or a .jsonl file of records."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="A folder; out/RECIPE if not given.")] = None,
 ) -> None:
@@ -235,6 +259,7 @@ def report(
     from wngrad.lab import recipes
     from wngrad.lab import report as report_
     from wngrad.lab.files import Damaged
+    from wngrad.lab.places import is_address
     from wngrad.lab.store import Store, exported
 
     try:
@@ -242,8 +267,8 @@ def report(
         folder = out or Path("out") / sweep.name
         source = records or folder
         store = Store(source, warn=_warn)
-        one_file = records is not None and not source.is_dir()
-        found = exported(source) if one_file else store.records()
+        one_file = records is not None and not is_address(records) and not Path(records).is_dir()
+        found = exported(Path(source)) if one_file else store.records()
         written = report_.write(sweep, found, folder, recipe=recipe)
         if not one_file:
             store.export(folder / "records.jsonl")
@@ -330,13 +355,21 @@ def main() -> None:
     app()
 
 
-def _trained(job: Job, patience: float | None) -> tuple[Outcome, str]:
+def _trained(job: Job, patience: float | None, ray: str | None, cpus: int) -> tuple[Outcome, str]:
     """Run a job under a bar; leaves if it was stopped, or could not begin."""
+    from wngrad.lab.places import is_address
     from wngrad.lab.progress import Watch
     from wngrad.lab.supervisor import supervise
 
+    if not is_address(job.out):
+        _make(Path(job.out))
     with Watch(job.sweep.name) as watch:
-        outcome = supervise(job, watch, patience)
+        if ray is None:
+            outcome = supervise(job, watch, patience)
+        else:
+            from wngrad.lab import cluster
+
+            outcome = cluster.run(job, watch, ray, cpus=cpus, patience=patience)
     if outcome.status in (130, 143):
         again = shlex.join(["wngrad", *sys.argv[1:]])
         print(f"Stopped; everything so far is saved in {job.out}. Go on with: {again}")
@@ -344,6 +377,23 @@ def _trained(job: Job, patience: float | None) -> tuple[Outcome, str]:
     if outcome.text:
         _fail(outcome.text)
     return outcome, watch.text()
+
+
+def _plan(job: Job, ray: str | None, cpus: int) -> NoReturn:
+    """Say what would be done, and leave."""
+    try:
+        if ray is None:
+            from wngrad.lab import measure
+
+            lines = measure.plan(job)
+        else:
+            from wngrad.lab import cluster
+
+            lines = cluster.plan(job, ray, cpus=cpus)
+    except (ValueError, OSError, RuntimeError) as error:
+        _fail(str(error))
+    print(*lines, sep="\n")
+    raise typer.Exit(0)
 
 
 def _numbers(name: str, text: str) -> tuple[float, ...]:
@@ -376,128 +426,6 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         _fail(f"`--out` must be a folder that can be written, got {folder}: {error.strerror}.")
-
-
-def _choices(problem: Problem) -> list[str]:
-    known = problem.lipschitz is not None
-    return ["gradient", "lipschitz", *(["0.01L", "L", "100L"] if known else ["0.1", "10"])]
-
-
-def _b1(text: str, problem: Problem) -> Any:
-    if text in ("gradient", "lipschitz"):
-        return text
-    scale = problem.lipschitz if text.endswith("L") else 1.0
-    if scale is None:
-        _fail(f"`--b1` {text!r} needs an L: give `--lipschitz`.")
-    try:
-        return scale * float(text.removesuffix("L") or 1)
-    except ValueError:
-        _fail(f"`--b1` must be a number, a multiple of L, gradient or lipschitz, got {text!r}.")
-
-
-def _problem(
-    text: str, x0: str | None, lipschitz: float | None, f_star: float | None
-) -> tuple[Problem, bool]:
-    """The problem, and whether its gradient is exact."""
-    if lipschitz is not None and not 0 < lipschitz < np.inf:
-        _fail(f"`--lipschitz` must be > 0 and finite, got {lipschitz}.")
-    if f_star is not None and not np.isfinite(f_star):
-        _fail(f"`--f-star` must be finite, got {f_star}.")
-    found, exact = (ZOO[text](), True) if text in ZOO else _from_file(text, x0)
-    start = found.x0 if x0 is None else _point(x0)
-    if start.shape != found.x0.shape:
-        _fail(f"`--x0` must have {found.x0.size} numbers, got {start.size}.")
-    return replace(
-        found,
-        x0=start,
-        f_star=found.f_star if f_star is None else f_star,
-        lipschitz=found.lipschitz if lipschitz is None else lipschitz,
-    ), exact
-
-
-def _point(text: str) -> Any:
-    try:
-        return np.array([float(part) for part in text.split(",")])
-    except ValueError:
-        _fail(f"`--x0` must be numbers with commas, got {text!r}.")
-
-
-def _from_file(text: str, x0: str | None) -> tuple[Problem, bool]:
-    """A user's f(x), which returns the value, or (value, gradient)."""
-    file, _, name = text.rpartition(":")
-    if not file:
-        _fail(f"`problem` must be one of {', '.join(ZOO)} or path.py:function, got {text!r}.")
-    if x0 is None:
-        _fail("`--x0` must be given for a function of your own.")
-    f = _load(Path(file), name)
-    start = _point(x0)
-    try:
-        value = f(start)
-    except Exception as error:
-        _fail(f"{text} raised {type(error).__name__} at `--x0`: {error}.")
-    if isinstance(value, tuple):
-        if len(value) != 2 or np.shape(value[1]) != start.shape:
-            _fail(f"{text} must return a value, or (value, gradient), got {value!r}.")
-        return Problem(name, lambda x: f(x)[0], lambda x: np.asarray(f(x)[1]), start), True
-    from wngrad.batch.arrays import finite_difference_gradient
-
-    print("The gradient is taken by finite differences: claims hold to 1e-6.")
-    return Problem(name, f, finite_difference_gradient(f), start), False
-
-
-def _load(path: Path, name: str) -> Callable[..., Any]:
-    if not path.is_file():
-        _fail(f"`problem` names a file that is not there: {path}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        _fail(f"`problem` must name a Python file, got {path}.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # as an import would
-    sys.path.insert(0, str(path.parent.resolve()))
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        _fail(f"{path} could not be run: {type(error).__name__}: {error}.")
-    found: Callable[..., Any] | None = getattr(module, name, None)
-    if found is None or not callable(found):
-        _fail(f"{path} has no function {name!r}.")
-    return found
-
-
-def _print_certificates(
-    problem: Problem, named: list[tuple[str, Result]], rounding: float | None
-) -> bool:
-    known = f"L = {_text(problem.lipschitz)}, f* = {_text(problem.f_star)}"
-    table = Table(title=f"{problem.name}: {known}")
-    for column in ("start", "b₁", "points", "at most", "‖∇f‖²", "last b", "claims held", "ended"):
-        table.add_column(column, justify="left" if column in ("start", "ended") else "right")
-    held, notes = True, []
-    for name, res in named:
-        cert = res.certify(lipschitz=problem.lipschitz, f_star=problem.f_star, rounding=rounding)
-        points = [c for c in cert.claims if "points until" in c.name]
-        most = f"{points[0].rhs:.3g}" if points else "–"
-        good = sum(c.holds for c in cert.claims)
-        table.add_row(
-            name, f"{res.start.b:.4g}", f"{res.nit + 1:,}", most, f"{res.sq_norm:.2e}",
-            f"{res.b:.4g}", _held(good, cert), res.status.name.lower(),
-        )  # fmt: skip
-        notes += [f"b₁ = {name}: {c}" for c in cert.claims if not c.holds]
-        notes += [f"b₁ = {name}: the run contradicts: {text}" for text in cert.refuted]
-        notes += [f"b₁ = {name}: not claimed: {text}" for text in cert.not_claimed]
-        held = held and cert.holds
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
-    for note in notes:
-        print(note)
-    return held
-
-
-def _held(good: int, cert: Certificate) -> str:
-    missing = f", {len(cert.not_claimed)} not made" if cert.not_claimed else ""
-    return f"{good} of {len(cert.claims)}{missing}"
-
-
-def _text(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.6g}"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wngrad.lab import report, sweep_table
+from wngrad.lab.places import is_address
 from wngrad.lab.results import Results
 from wngrad.lab.store import Store
 from wngrad.lab.sweep_plan import Plan
@@ -22,17 +23,22 @@ class Told:
     lines: list[str]
 
 
-def write(plan: Plan, folder: Path, command: str, warn: Callable[[str], None]) -> Told:
-    """Write the report of a sweep from the records in its folder.
+def write(
+    plan: Plan, home: Path | str, usual: Path, command: str, warn: Callable[[str], None]
+) -> Told:
+    """Write the report of a sweep from its records.
 
     Args:
+        home: where they are; the report goes there, too, if it is a folder.
+        usual: where the report goes if not.
         command: what the user typed; the report ends with it.
         warn: is told of records that cannot be read.
 
     Raises:
         ValueError: there is no record of this sweep.
     """
-    store = Store(folder, warn=warn)
+    folder = usual if is_address(home) else Path(home)
+    store = Store(home, warn=warn)
     records = store.records()
     results = Results(plan.sweep, records)
     written = report.write(plan.sweep, records, folder, notes=plan.how, recipe=command)
