@@ -7,21 +7,19 @@ would need; that is all in the store.
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wngrad.lab import cluster_nodes, cluster_task, places
-from wngrad.lab.cluster_nodes import Need, Node
-from wngrad.lab.pack_size import Choice, Plan, choose, even, told
-from wngrad.lab.spec import Kind, Pack
+from wngrad.lab import cluster_nodes, cluster_task
+from wngrad.lab.cluster_site import Site, absolute
+from wngrad.lab.pack_size import clock
+from wngrad.lab.spec import Pack
 from wngrad.lab.store import Store
 from wngrad.lab.supervisor import Job, Outcome
 from wngrad.lab.worker import SIGNALS
@@ -39,7 +37,7 @@ def run(
     """Run the job to its end on the cluster at `address`."""
     try:
         with cluster_nodes.connected(address), _Signals() as signals:
-            home = _absolute(job.out)
+            home = absolute(job.out)
             with _sole(home), _board(home) as board:
                 return _Driver(Site.open(job, cpus), board, tell, patience, signals).run()
     except _Left as left:
@@ -60,116 +58,13 @@ def plan(job: Job, address: str, *, cpus: int = 1) -> list[str]:
     """
     with cluster_nodes.connected(address):
         site = Site.open(job, cpus)
-        lines, packs = site.settled()
-        costs = site.measured(packs)
-        done = frozenset(p.name for p in packs if not site.missing(p))
-        nodes = ", ".join(f"{n} with {site.need.slots(n.resources)}" for n in site.nodes)
-        found = Plan(site.job.sweep, packs, done, site.slots, str(site.need), costs)
-        return [f"Places for packs: {nodes}.", *site.said, *lines, *found.lines()]
-
-
-@dataclass(slots=True)
-class Site:
-    """A job on a cluster that has been looked at: all that is known before a pack is sent."""
-
-    job: Job
-    need: Need
-    nodes: list[Node]
-    conditions: dict[str, Any]
-    cpus: int
-    said: list[str]
-
-    @classmethod
-    def open(cls, job: Job, cpus: int) -> Site:
-        """Look at every node.
-
-        Raises:
-            ValueError: something there does not fit; in one line.
-        """
-        need = cluster_nodes.need(job.device, cpus)
-        here = replace(
-            job,
-            out=_absolute(job.out),
-            data=job.data and Path(_absolute(job.data)),
-            device="cuda" if need.gpus else "cpu",
-        )
-        nodes = cluster_nodes.fitting(cluster_nodes.alive(), need)
-        found = cls(here, need, nodes, {}, cpus, [])
-        found.conditions, found.said = cluster_nodes.looked_at(nodes, need, found.text())
-        return found
-
-    @property
-    def slots(self) -> int:
-        return sum(self.need.slots(node.resources) for node in self.nodes)
-
-    @property
-    def store(self) -> Store:
-        return Store(self.job.out)
-
-    def text(self) -> str:
-        """The job, as a task is given it."""
-        more = {
-            "cwd": os.getcwd(),
-            "cpus": self.cpus,
-            "seen": str(cluster_nodes.nearest(self.job.out)),
-        }
-        return json.dumps({**json.loads(self.job.to_json({})), **more})
-
-    def missing(self, pack: Pack) -> bool:
-        settings = {**self.job.sweep.identity(), **self.conditions}
-        return bool(self.store.missing(pack, settings, self.job.sweep.epochs))
-
-    def settled(self) -> tuple[list[str], list[Pack]]:
-        """Settle the size of the packs; why, in lines, and the packs."""
-        sweep, before = self.job.sweep, self.store.cut()
-        lines = []
-        if before:
-            size = max(len(pack.lanes) for pack in before)
-            lines = [f"The packs of {self.job.out} hold: {len(before)} of at most {size} lanes."]
-            sweep = replace(sweep, lanes_per_pack=size)
-        elif not self.job.sized and sweep.program != "lone":
-            choice, lines = self._chosen()
-            sweep = replace(sweep, lanes_per_pack=choice)
-        self.job = replace(self.job, sweep=sweep)
-        return lines, self.store.packs(sweep, self.conditions)
-
-    def _chosen(self) -> tuple[int, list[str]]:
-        sweep = self.job.sweep
-        together = [s for s in sweep.settings if s.optimizer not in sweep.alone]
-        lanes = len(together) * len(sweep.seeds)
-        answer = self._measure(sweep.lanes_per_pack, None)
-        if "error" in answer:
-            found = Choice(-(-lanes // self.slots), f"not measured: {answer['error']}")
-            lines = []
-        else:
-            found = choose(answer["costs"], lanes, self.slots, sweep.epochs)
-            lines = [f"Measured: {told(answer['costs'])}."]
-        size = min(even(found.lanes, len(together)), sweep.lanes_per_pack or lanes)
-        return size, [*lines, f"Packs of at most {size} lanes: {found.why}."]
-
-    def measured(self, packs: list[Pack]) -> dict[Kind, Any]:
-        """What the packs cost, for an estimate.
-
-        Raises:
-            ValueError: they cannot be run.
-        """
-        answer = self._measure(None, [(p.name, p.settings, p.seeds) for p in packs])
-        if "error" in answer:
-            raise ValueError(f"a pack cannot be measured: {answer['error']}.")
-        costs: dict[Kind, Any] = answer["costs"]
-        return costs
-
-    def _measure(self, most: int | None, cut: list[Any] | None) -> dict[str, Any]:
-        import ray
-
-        task = cluster_nodes.remote(cluster_task.measure, self.need)
-        try:
-            answer: dict[str, Any] = ray.get(task.remote(self.text(), most, cut))
-        except ray.exceptions.RayTaskError:
-            raise
-        except ray.exceptions.RayError as error:
-            return {"error": f"its worker was lost ({type(error).__name__})"}
-        return answer
+        packs = site.settle()
+        left = site.left(packs)
+        site.measure(left)
+        found = site.plan(packs, left)
+        assert found is not None
+        nodes = [f"{node}: {site.need.slots(node.resources)} at a time" for node in site.nodes]
+        return [*nodes, *site.said, *found.lines()]
 
 
 @dataclass(slots=True)
@@ -192,21 +87,22 @@ class _Driver:
     looked: float = 0.0
 
     def run(self) -> Outcome:
-        for line in self.site.said:
-            self.tell({"kind": "warning", "text": line})
-        lines, _ = self.site.settled()
-        sweep = self.site.job.sweep
-        packs = self.site.store.open(sweep, self.site.conditions)
+        site = self.site
+        site.settle()
+        sweep = site.job.sweep
+        packs = site.store.open(sweep, site.conditions)
         self.signals.begun = True
         lanes = sum(len(pack.lanes) for pack in packs)
         self.tell({"kind": "plan", "lanes": lanes, "epochs": sweep.epochs})
-        for line in (*lines, self._where(packs)):
+        left = site.left(packs)
+        for line in (*site.said, self._where(packs, left)):
             self.tell({"kind": "warning", "text": line})
+        names = {pack.name for pack in left}
         for pack in packs:
-            if self.site.missing(pack):
+            if pack.name in names:
                 self.queue.append((pack.name, ""))
             else:
-                self.site.store.finish(pack)
+                site.store.finish(pack)
                 self.tell({"kind": "had", "pack": pack.name, "lanes": len(pack.lanes)})
         self._work()
         said = [f"{lane}: {reason}" for lane, reason in self.failed.items()]
@@ -216,10 +112,12 @@ class _Driver:
             return Outcome(128 + self.signals.last, failed=said)
         return Outcome(int(bool(said)), failed=said)
 
-    def _where(self, packs: list[Pack]) -> str:
+    def _where(self, packs: list[Pack], left: list[Pack]) -> str:
         site = self.site
         nodes = f"{len(site.nodes)} nodes" if len(site.nodes) > 1 else str(site.nodes[0])
-        return f"{len(packs)} packs on {nodes}, {site.slots} at a time, {site.need} each"
+        plan = site.plan(packs, left) if left else None
+        took = f", about {clock(plan.seconds)} in all" if plan else ""
+        return f"{len(packs)} packs on {nodes}, {site.slots} at a time, {site.need} each{took}"
 
     def _work(self) -> None:
         import ray
@@ -234,12 +132,14 @@ class _Driver:
                 return
             while self.queue and len(self.sent) < ahead:
                 pack, failed = self.queue.popleft()
-                self.sent[run_pack.remote(text, pack, failed, self.board)] = pack
+                ref = run_pack.remote(text, pack, failed, self.site.conditions, self.board)
+                self.sent[ref] = pack
+            if not self.sent:
+                continue
             ready, _ = ray.wait(list(self.sent), timeout=POLL)
             self._hear()
             for ref in ready:
                 self._ended(ref, self.sent.pop(ref))
-        self._hear(now=True)
 
     def _hear(self, now: bool = False) -> None:
         """Pass on what there is on the board, and end who says nothing any more."""
@@ -267,6 +167,7 @@ class _Driver:
         import ray
         from ray.exceptions import NodeDiedError, RayError, RayTaskError
 
+        self._hear(now=True)
         self.heard.pop(pack, None)
         try:
             found = ray.get(ref)
@@ -278,7 +179,6 @@ class _Driver:
             self.lost[pack] += 1
             self._again(pack, f"its process was lost ({_why(error)})")
         else:
-            self.heard.pop(pack, None)
             for event in found["events"]:
                 self._pass_on(event)
             self.heard.pop(pack, None)
@@ -372,10 +272,6 @@ def _board(home: Path | str) -> Iterator[Any]:
             time.sleep(0.5)
     yield board
     ray.kill(board)
-
-
-def _absolute(home: Path | str) -> Path | str:
-    return home if places.is_address(home) else Path(home).absolute()
 
 
 def _why(error: Exception) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import wngrad
 from wngrad.lab import cluster_task, places
+from wngrad.lab.cluster_task import differing
 
 ANSWER = 15.0  # seconds for a cluster to answer
 LOOK = 120.0  # seconds for a node to load what it needs, and to say how it is
@@ -221,8 +222,8 @@ def _agree(found: Mapping[Node, dict[str, Any]]) -> None:
     mine = {"python": platform.python_version(), "wngrad": wngrad.__version__}
     first: tuple[str, dict[str, Any]] = ("this machine", mine)
     for node, said in found.items():
-        if differing := _differing(first, (str(node), said["versions"])):
-            raise ValueError(f"versions differ between nodes: {differing}.")
+        if differ := differing(first, (str(node), said["versions"])):
+            raise ValueError(f"versions differ between nodes: {differ}.")
         if "torch" in said["versions"]:
             first = (str(node), said["versions"])
     for node, said in found.items():
@@ -231,21 +232,15 @@ def _agree(found: Mapping[Node, dict[str, Any]]) -> None:
     one, its = next(iter(found.items()))
     for node, said in found.items():
         both = ((str(one), its["conditions"]), (str(node), said["conditions"]))
-        if differing := _differing(*both):
+        if differ := differing(*both):
             raise ValueError(
-                f"nodes differ in what changes the numbers of a sweep: {differing}; "
+                f"nodes differ in what changes the numbers of a sweep: {differ}; "
                 "leave one out of the cluster."
             )
 
 
 def _verb(text: str) -> str:
     return text if text.startswith(("does not", "cannot")) else f"cannot run this sweep: {text}"
-
-
-def _differing(a: tuple[str, Mapping[str, Any]], b: tuple[str, Mapping[str, Any]]) -> str:
-    (one, mine), (other, its) = a, b
-    keys = [key for key in mine if key in its and mine[key] != its[key]]
-    return "; ".join(f"{key} is {mine[key]} on {one}, {its[key]} on {other}" for key in keys)
 
 
 @contextmanager

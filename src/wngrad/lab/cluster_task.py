@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,12 @@ class _Line:
             self.stopped, self.answer = self.answer.result(), None
         return self.stopped
 
+    def rest(self) -> list[Event]:
+        """What has not been said, once the rest is on the board."""
+        if self.answer is not None:
+            self.answer.result()
+        return self.left
+
     def _say(self) -> None:
         self.said, taken, self.left = time.monotonic(), self.left, []
         self.answer = self.board.tell.remote(taken).future()
@@ -129,6 +136,13 @@ def _unseen(home: str, nonce: str) -> str:
     return ""
 
 
+def differing(a: tuple[str, Mapping[str, Any]], b: tuple[str, Mapping[str, Any]]) -> str:
+    """What two nodes, each with its name, do not have in common; empty if they agree."""
+    (one, mine), (other, its) = a, b
+    keys = [key for key in mine if key in its and mine[key] != its[key]]
+    return "; ".join(f"{key} is {mine[key]} on {one}, {its[key]} on {other}" for key in keys)
+
+
 def measure(job: str, most: int | None, cut: list[Any] | None) -> dict[str, Any]:
     """What packs cost here: those of `cut` if they are settled, growing ones if not."""
     from wngrad.lab import measure as timing
@@ -144,27 +158,38 @@ def measure(job: str, most: int | None, cut: list[Any] | None) -> dict[str, Any]
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
 
-def run_pack(job: str, pack: str, failed: str, board: Any) -> dict[str, Any]:
-    """Train a pack, or record that it has `failed`: how it ended, and what is left to tell."""
+def run_pack(
+    job: str, pack: str, failed: str, expected: dict[str, Any], board: Any
+) -> dict[str, Any]:
+    """Train a pack, or record that it has `failed`: how it ended, and what is left to tell.
+
+    Args:
+        expected: the conditions of the sweep; a node that joined later may have others.
+    """
+    import ray
+
     line = _Line(board)
     if not line.begin(pack):
         return {"kind": "interrupted", "events": []}
     try:
-        from wngrad.lab.runner import Interrupted
+        from wngrad.lab.runner import Interrupted, conditions
 
         session = _session(job)
+        mine = (f"{ray.util.get_node_ip_address()}, which joined later", conditions(session))
+        if differs := differing(("the other nodes", expected), mine):
+            return {"kind": "error", "text": f"nodes differ: {differs}.", "events": []}
         session.tell, session.stop, session.wait = line.tell, line.stop, CLAIM
         session.store.warn = lambda text: line.tell({"kind": "warning", "text": text})
         session.failed = {pack: failed} if failed else {}
         try:
             session.run(only=(pack,))
         except Interrupted:
-            return {"kind": "interrupted", "events": line.left}
+            return {"kind": "interrupted", "events": line.rest()}
         finally:
             _free(session.device)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        return {"kind": "error", "text": " ".join(str(error).split()), "events": line.left}
-    return {"kind": "finished", "events": line.left}
+        return {"kind": "error", "text": " ".join(str(error).split()), "events": line.rest()}
+    return {"kind": "finished", "events": line.rest()}
 
 
 @lru_cache(maxsize=1)

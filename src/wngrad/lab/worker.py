@@ -7,12 +7,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wngrad.lab.spec import Sweep
 
 if TYPE_CHECKING:
+    from wngrad.lab.data import Data
     from wngrad.lab.runner import Session
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -45,19 +47,16 @@ def session(
     """What a job asks for, with its data loaded and its store at hand."""
     import torch
 
-    from wngrad.lab.data import load
     from wngrad.lab.runner import Session
     from wngrad.lab.store import Store
-    from wngrad.lab.task import task_data
 
     device = job["device"]
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    folder = Path(job["data"]) if job["data"] else None
     sweep = Sweep.from_json(job["sweep"])
     return Session(
         sweep,
-        task_data(sweep.task) if sweep.task else load(sweep.dataset, folder),
+        _data(sweep.task, sweep.dataset, job["data"]),
         Store(job["out"], warn=lambda text: tell({"kind": "warning", "text": text})),
         device=device,
         note=job["note"],
@@ -66,6 +65,14 @@ def session(
         stop=stop,
         failed=job["failed"],
     )
+
+
+@lru_cache(maxsize=1)  # for a process that has several sessions in turn
+def _data(task: str, dataset: str, folder: str | None) -> Data:
+    from wngrad.lab.data import load
+    from wngrad.lab.task import task_data
+
+    return task_data(task) if task else load(dataset, Path(folder) if folder else None)
 
 
 def main(events: int, job: dict[str, Any]) -> int:
