@@ -111,6 +111,7 @@ def cases(draw, dtypes=tuple(SPACING), pers=PERS, nonfinites=NONFINITES):
         "bad": draw(st.sampled_from([None, None, None, float("nan"), float("inf")])),
         "size": draw(st.sampled_from([1.0, 1.0, 1e-3, 30.0])),
         "absent": draw(st.booleans()),  # the first parameter, in the second step
+        "small": draw(st.sampled_from([launch.SMALL_SET, 0])),
         "longest": draw(st.sampled_from([launch.LONGEST, launch.LONGEST, 2**12])),
         "seed": draw(st.integers(0, 2**20)),
     }
@@ -207,6 +208,7 @@ def assert_alike(params, opt, theirs, plain, before, spacing):
 def lock_step(case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "LONGEST", case["longest"])
+        patch.setattr(launch, "SMALL_SET", case["small"])
         run_in_lock_step(case)
 
 

@@ -76,12 +76,13 @@ class BlockOptimizer(Optimizer):
 
     def _take(self) -> None:
         """The step itself, with the gradients there are."""
+        if not torch.compiler.is_compiling() and self._step_again():
+            return
         with torch.set_grad_enabled(any(g["differentiable"] for g in self.param_groups)):
-            if torch.compiler.is_compiling() or not self._step_again():
-                if self._untraceable():
-                    self._eager_update()
-                else:
-                    self._update()
+            if self._untraceable():
+                self._eager_update()
+            else:
+                self._update()
 
     def _update(self) -> None:
         # Whatever can fail, fails before the first launch or commit.
@@ -117,7 +118,9 @@ class BlockOptimizer(Optimizer):
     def _plan(self, families: list[Family]) -> tuple[Plan, Glance]:
         now = glance(self)
         assert now is not None  # its families have been made
-        plan = self._engine.earlier(now) or self._engine.plan(self, families, now)
+        plan = self._engine.earlier(now)
+        if plan is None or not plan.knows(family.pieces[0].param for family in families):
+            plan = self._engine.plan(self, families, now)
         for family in families:
             param = family.pieces[0].param
             if family.group["fused"] and param in plan.left:

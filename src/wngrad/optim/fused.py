@@ -139,8 +139,10 @@ class Engine:
         if now is None or _capturing():
             return None
         if self.latest is None or self.latest.key != now.key:
-            self.latest = self._plans.get(now.key, self.latest)
-        return self.latest if self.latest is not None and self.latest.key == now.key else None
+            found = self._plans.get(now.frozen())
+            self.latest = found or self.latest
+            return found
+        return self.latest
 
     def forget(self) -> None:
         """There is other state now, which may lie where the old one lay."""
@@ -152,12 +154,12 @@ class Engine:
         if _capturing():
             with _outside_the_graph():
                 plan = _plan(opt, families, now)
-            plan.key = ()  # No other step may change its tables.
+            plan.key = []  # No other step may change its tables.
             self._captured.append(plan)
         else:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            self._plans[now.key] = plan = _plan(opt, families, now)
+            self._plans[now.frozen()] = plan = _plan(opt, families, now)
         self.latest = plan
         return plan
 

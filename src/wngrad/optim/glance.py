@@ -7,9 +7,9 @@ ready, so this is all it costs the host. It is written for speed.
 from __future__ import annotations
 
 import math
-from functools import lru_cache, reduce
+from functools import lru_cache
 from itertools import chain
-from operator import attrgetter, itemgetter, or_
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,7 +31,9 @@ _choices = itemgetter(
     "fused",
     "stochastic_rounding",
 )
-_ADDRESS, _DTYPE = Tensor.data_ptr, attrgetter("dtype")
+_GRAD, _BYTES = attrgetter("grad"), attrgetter("nbytes")
+_ADDRESS, _STRIDE, _DENSE = Tensor.data_ptr, Tensor.stride, Tensor.is_contiguous
+_LAST_BITS = (15).__and__  # of an address, which must be 0 for loads of 16 bytes
 _FLOATS = {torch.float32: 1, torch.float64: 2}
 
 
@@ -45,9 +47,13 @@ class Rate(NamedTuple):
 class Glance(NamedTuple):
     """A step that is due."""
 
-    key: tuple[Any, ...]  # what its plan depends on
+    key: list[Any]  # what its plan depends on
     grads: list[int]  # where the gradients lie
     settings: list[int]  # the numbers of each group
+
+    def frozen(self) -> tuple[Any, ...]:
+        """The key as one for a dictionary."""
+        return tuple(tuple(part) if isinstance(part, list) else part for part in self.key)
 
 
 def glance(opt: BlockOptimizer) -> Glance | None:
@@ -67,25 +73,27 @@ def glance(opt: BlockOptimizer) -> Glance | None:
         numbers = (type(start), decay != 0, opt._buffered(group), still, lam.kind, far)
         choices.append((_choices(group), blocks, numbers))
     params = [p for group in opt.param_groups for p in group["params"]]
-    live = [g for g in [p.grad for p in params] if g is not None]
+    live, absent = list(map(_GRAD, params)), None
     kept = list(chain.from_iterable(map(dict.values, opt.state.values())))
-    absent = None if len(live) == len(params) else tuple(p.grad is None for p in params)
     try:
         addresses = list(map(_ADDRESS, live))
-        dense = tuple(map(Tensor.is_contiguous, live))
-        strides = None if all(dense) else tuple(map(Tensor.stride, live))
-        where = (*map(_ADDRESS, params), *map(_ADDRESS, kept))
-        simple = 0 not in where and 0 not in addresses
+        where = list(map(_ADDRESS, params + kept))
+        simple = all(addresses) and all(where)
+        dense = all(map(_DENSE, live))
+        strides = None if dense else list(map(_STRIDE, live))
+        sizes: list[Any] = list(map(_BYTES, live))
     except (RuntimeError, TypeError):
         simple = False
-    if not simple:  # a sparse gradient, a shard, an empty parameter, state of the user's own
+    if (
+        not simple
+    ):  # no gradient, a sparse one, a shard, an empty parameter, state of the user's own
+        absent = [g is None for g in live]
+        live = [g for g in live if g is not None]
         addresses = list(map(_address, live))
-        strides = tuple(map(_layout, live))
-        where = (*map(_address, params), *map(_address, kept))
-    odd = reduce(or_, addresses, 0) % 16 and tuple(a % 16 for a in addresses)
-    shapes = (*map(Tensor.numel, params), *map(Tensor.stride, params), strides)
-    types = tuple(map(_DTYPE, live))
-    key = (tuple(map(id, params)), where, shapes, types, absent, odd, tuple(choices))
+        where = list(map(_address, params + kept))
+        strides, sizes = list(map(_layout, live)), [(g.dtype, g.numel()) for g in live]
+    odd = any(map(_LAST_BITS, addresses)) and [a % 16 for a in addresses]
+    key = [where, list(map(_STRIDE, params)), strides, sizes, absent, odd, choices]
     return Glance(key, addresses, settings)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,10 +16,10 @@ from wngrad.optim.pieces import Family, Piece
 from wngrad.optim.state import Group
 from wngrad.optim.tables import (
     DTYPES,
-    ELEMENTS,
+    LARGE,
     LONGEST,
-    STAGES,
-    TILES,
+    SMALL,
+    SMALL_SET,
     Batch,
     Decay,
     Method,
@@ -45,12 +46,14 @@ class Plan:
         self, opt: BlockOptimizer, families: list[Family], left: dict[Tensor, str], now: Glance
     ) -> None:
         self.key, self.left = now.key, left
-        self.params = [p for group in opt.param_groups for p in group["params"]]
+        self.params = {p for group in opt.param_groups for p in group["params"]}
         number = {id(group): i for i, group in enumerate(opt.param_groups)}
-        order = {p: i for i, p in enumerate(p for p in self.params if p.grad is not None)}
+        every = (p for group in opt.param_groups for p in group["params"])
+        order = {p: i for i, p in enumerate(p for p in every if p.grad is not None)}
         batches: dict[Method, list[tuple[Family, int]]] = {}
+        small = sum(part.p.numel() for f in families for part in f.pieces) <= SMALL_SET
         for family in families:
-            method = _method(opt, family)
+            method = _method(opt, family, small)
             batches.setdefault(method, []).append((family, number[id(family.group)]))
         # A backward that needs what was there before the step must say so, not go wrong in silence.
         taken = (part.param for family in families for part in family.pieces)
@@ -65,6 +68,10 @@ class Plan:
             else:
                 batch = Batch(method, some, opt._buffer)
                 self._launches.append(_Launch(batch, index, now.grads, settings))
+
+    def knows(self, params: Iterable[Tensor]) -> bool:
+        """Whether it is of these parameters, not of others that have come to lie there."""
+        return all(p in self.params for p in params)
 
     def run(self, now: Glance, scale: Tensor | None, found: Tensor | None) -> Refused | None:
         """Take the step; or change nothing and say which parameter must not be stepped."""
@@ -104,10 +111,9 @@ class _Launch:
             "LATCH": batch.method.latch,
             "ROUND": batch.method.rounds,
             "TILE": batch.method.tile,
-            "STAGES": STAGES[batch.method.dtype],
+            "STAGES": batch.method.stages,
             "KINDS": batch.kinds,
         }
-        self._warps = batch.method.tile // ELEMENTS[batch.method.dtype]
         self._ready: dict[int, tuple[Any, tuple[Any, ...]]] = {}
 
     def prepare(self, grads: list[int], scale: Tensor | None, found: Tensor | None) -> None:
@@ -171,11 +177,13 @@ class _Launch:
         )
         constants = {**self._constants, **self._flags, "MODE": mode.value}
         grid = (batch.tiles.numel(), 1, 1)
-        compiled = self.kernel.step_tiles[grid](*tensors, **constants, num_warps=self._warps)
+        compiled = self.kernel.step_tiles[grid](*tensors, **constants, num_warps=batch.method.warps)
         if compiled is not None and not self._scaled:  # None from the interpreter
-            # The next launch need not look for it, nor sort its arguments: half of a launch's time.
+            # The next launch need not look for it, nor sort its arguments, nor ask the driver what
+            # each of them is: more than half of a launch's time.
             names = [name for name in self.kernel.step_tiles.arg_names if name in constants]
-            arguments = (*tensors, *(constants[name] for name in names))
+            where = (t.data_ptr() for t in tensors)
+            arguments = (*where, *(constants[name] for name in names))
             self._ready[mode.value] = compiled[grid], arguments
 
     def _settle(self, settler: Settler, look: bool) -> None:
@@ -219,16 +227,17 @@ def natively(p: Tensor, group: Group) -> bool:
     return p.device.type == "cpu" and not (group["fused"] and interpreted())
 
 
-def _method(opt: BlockOptimizer, family: Family) -> Method:
+def _method(opt: BlockOptimizer, family: Family, small: bool) -> Method:
     group, part = family.group, family.pieces[0]
-    native = natively(part.p, group)
     buffered = Rule.MOMENTUM if opt._buffer in part.state else Rule.PLAIN
     decay = Decay.DECOUPLED if group["decoupled_weight_decay"] else Decay.COUPLED
     looks = group["nonfinite"] == "raise"
     longest = max(_length(part) for part in family.pieces)
     alone = len(family.pieces) + len(family.absent) == 1
-    whole, tiles = alone and not looks and longest <= LONGEST, TILES[part.p.dtype]
-    tile = next((n for n in tiles if longest <= n and whole), tiles[-1] if whole else tiles[0])
+    whole = alone and not looks and longest <= LONGEST
+    cut = (SMALL if small and whole else LARGE)[part.p.dtype]
+    tile = next((n for n in cut.tiles if longest <= n), cut.tiles[-1]) if whole else cut.tiles[0]
+    native = natively(part.p, group)
     return Method(
         part.p.device,
         part.p.dtype,
@@ -238,7 +247,7 @@ def _method(opt: BlockOptimizer, family: Family) -> Method:
         group["nonfinite"] == "skip",
         isinstance(group["b_init"], tuple),
         group["stochastic_rounding"] and part.p.dtype == torch.bfloat16,
-        0 if native else tile,
+        *((0, 0, 0) if native else (tile, tile // cut.warp, cut.stages)),
         native or whole,
         looks,
     )

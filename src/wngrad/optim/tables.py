@@ -15,16 +15,29 @@ from wngrad.optim.layout import Layout, layout
 from wngrad.optim.pieces import Family, Piece
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# Elements in a tile, for short and for longer rows, and elements for each warp that works on it. Of
-# fifteen shapes tried on an H200 these were the fastest for 1.2 B parameters (with 2^9 elements a
-# warp in float32 by another 2 %, but then ResNet-18's long rows take 67 µs instead of 50). Fewer
-# registers, for more programs at once, were slower. A row that is longer than the tile is read
-# twice, the second time from the cache.
-_HALF = (2**12, 2**13)
-TILES = {torch.float32: (2**11,), torch.bfloat16: _HALF, torch.float16: _HALF}
-ELEMENTS = {torch.float32: 2**10, torch.bfloat16: 2**11, torch.float16: 2**11}
+
+
+class Tiling(NamedTuple):
+    """How rows are dealt out to programs."""
+
+    tiles: tuple[int, ...]  # elements that a program holds at once, for short and for longer rows
+    warp: int  # elements for each warp that works on them
+    stages: int  # loads ahead, where a row is longer than the tile: it is read twice, then, the
+    # second time from the cache
+
+
+# The fastest of some forty tried on an H200: for 1.2 B parameters, with rows in registers;
+# and for ResNet-18, where one warp for each row waits for no other (43 µs instead of 49 in float32,
+# 22 instead of 51 in bfloat16).
+_HALF, _SMALL_HALF = Tiling((2**12, 2**13), 2**11, 1), Tiling((2**9,), 2**9, 5)
+LARGE = {torch.float32: Tiling((2**11,), 2**10, 3), torch.bfloat16: _HALF, torch.float16: _HALF}
+SMALL = {
+    torch.float32: Tiling((2**9,), 2**9, 3),
+    torch.bfloat16: _SMALL_HALF,
+    torch.float16: _SMALL_HALF,
+}
+SMALL_SET = 2**25  # parameters
 MOST_TILES, PROGRAMS = 16, 2**13  # of one program, as long as there are so many programs left
-STAGES = {torch.float32: 3, torch.bfloat16: 1, torch.float16: 1}  # loads ahead, in longer rows
 _SLOTS = 8
 LONGEST = 2**16  # longer rows are cut between programs, which reads their gradient twice
 _SINGLE, _JOINT = (1, 4096), (128, 16)  # rows × summands that a program settles at once
@@ -88,13 +101,15 @@ class Method(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype
-    native: bool  # by native.c, not by Triton; the last three are then all the same
+    native: bool  # by native.c, not by Triton
     rule: Rule
     decay: Decay
     skip: bool
     latch: bool
     rounds: bool  # stochastically
     tile: int  # elements a program holds at once
+    warps: int
+    stages: int
     whole: bool  # a row's norm, b and move by one program
     looks: bool  # at everything, before anything is changed
 
