@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeAlias, cast, get_args
+from typing import Annotated, TypeAlias
 
 try:
     import typer
@@ -16,13 +16,9 @@ try:
 except ImportError:  # pragma: no cover
     sys.exit("wngrad: the command line needs the extra `lab`: pip install 'wngrad[lab]'.")
 
-from wngrad import cli_certify
+from wngrad import cli_certify, cli_run
 from wngrad.batch import EvaluationError, Result, minimize
 from wngrad.problems import ZOO
-
-if TYPE_CHECKING:
-    from wngrad.lab.spec import Kind
-    from wngrad.lab.supervisor import Job, Outcome
 
 app = typer.Typer(
     add_completion=False,
@@ -67,8 +63,8 @@ def certify(
     try:
         what, exact = cli_certify.problem(problem, x0, lipschitz, f_star)
     except ValueError as error:
-        _fail(str(error))
-    _make(out)
+        cli_run.fail(str(error))
+    cli_run.make(out)
     named: list[tuple[str, Result]] = []
     for text in b1 or cli_certify.choices(what):
         try:
@@ -85,7 +81,7 @@ def certify(
             if b1 is None and text == "lipschitz":
                 print(f"No run from b₁ = lipschitz: {error}")
                 continue
-            _fail(str(error))
+            cli_run.fail(str(error))
         named.append((text, res))
     held = cli_certify.show(what, named, None if exact else 1e-6)
     path = out / f"certify-{Path(what.name).stem}.png"
@@ -105,7 +101,7 @@ def study(
 
     from wngrad.batch import study as study_
 
-    _make(out)
+    cli_run.make(out)
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("running", total=study_.size())
         rows = study_.run(lambda: progress.advance(task))
@@ -159,14 +155,14 @@ def run(
     try:
         sweep = recipes.find(recipe).scaled(epochs=epochs, seeds=seeds)
     except ValueError as error:
-        _fail(str(error))
+        cli_run.fail(str(error))
     if lanes is not None:
         sweep = replace(sweep, lanes_per_pack=lanes)
     folder = out or f"out/{sweep.name}"
     job = Job(sweep, folder, data, device, note, save_every, sized=lanes is not None)
     if dry_run:
-        _plan(job, ray, cpus)
-    outcome, told = _trained(job, patience, ray, cpus)
+        cli_run.plan(job, ray, cpus)
+    outcome, told = cli_run.trained(job, patience, ray, cpus)
     where = [] if out is None else ["--records" if is_address(out) else "--out", out]
     following = shlex.join(["wngrad", "report", recipe, *where])
     print(f"{told}. Records are in {folder}; next: {following}")
@@ -210,7 +206,7 @@ def sweep(
     from wngrad.lab.supervisor import Job
 
     try:
-        grid = _numbers("lam", lam) if lam else sweep_plan.grid(lam_from, lam_to, per_decade)
+        grid = cli_run.numbers("lam", lam) if lam else sweep_plan.grid(lam_from, lam_to, per_decade)
         plan = sweep_plan.plan(
             task,
             lam=grid,
@@ -218,24 +214,26 @@ def sweep(
             optimizers=[name.strip() for name in optimizers.split(",") if name.strip()],
             epochs=epochs,
             device=device,
-            program=_kind(program),
+            program=cli_run.kind(program),
             lanes=lanes,
         )
     except ValueError as error:
-        _fail(str(error))
+        cli_run.fail(str(error))
     usual = Path("out") / sweep_plan.folder(plan.sweep.name)
     for line in plan.how:
         print(line)
     job = Job(plan.sweep, out or usual, None, device, note, save_every, sized=lanes is not None)
     if dry_run:
-        _plan(job, ray, cpus)
-    outcome, _ = _trained(job, patience, ray, cpus)
+        cli_run.plan(job, ray, cpus)
+    outcome, _ = cli_run.trained(job, patience, ray, cpus)
     try:
-        told = sweep_told.write(plan, job.out, usual, shlex.join(["wngrad", *sys.argv[1:]]), _warn)
+        told = sweep_told.write(
+            plan, job.out, usual, shlex.join(["wngrad", *sys.argv[1:]]), cli_run.warn
+        )
     except ImportError as error:
-        _fail(f"reports need the extra `lab`: pip install 'wngrad[lab]' ({error}).")
+        cli_run.fail(f"reports need the extra `lab`: pip install 'wngrad[lab]' ({error}).")
     except (ValueError, OSError) as error:
-        _fail(str(error))
+        cli_run.fail(str(error))
     table = Table()
     for head in told.heads:
         table.add_column(head, overflow="fold")
@@ -266,7 +264,7 @@ def report(
         sweep = recipes.find(recipe)
         folder = out or Path("out") / sweep.name
         source = records or folder
-        store = Store(source, warn=_warn)
+        store = Store(source, warn=cli_run.warn)
         one_file = records is not None and not is_address(records) and not Path(records).is_dir()
         found = exported(Path(source)) if one_file else store.records()
         written = report_.write(sweep, found, folder, recipe=recipe)
@@ -275,9 +273,9 @@ def report(
         for path in written:
             print(f"Wrote {path}.")
     except ImportError as error:
-        _fail(f"reports need the extra `lab`: pip install 'wngrad[lab]' ({error}).")
+        cli_run.fail(f"reports need the extra `lab`: pip install 'wngrad[lab]' ({error}).")
     except (ValueError, Damaged, OSError) as error:
-        _fail(str(error))
+        cli_run.fail(str(error))
 
 
 @app.command()
@@ -331,9 +329,9 @@ def tournament(
             return
         parts = plans.plan([name for name in tasks.split(",") if name], who, seeds, device)
     except ImportError as error:
-        _fail(f"reports need the extra `lab`: pip install 'wngrad[lab]' ({error}).")
+        cli_run.fail(f"reports need the extra `lab`: pip install 'wngrad[lab]' ({error}).")
     except (ValueError, OSError) as error:
-        _fail(str(error))
+        cli_run.fail(str(error))
     for line in plans.absent(who):
         print(line, file=sys.stderr)
     print(f"{plans.estimate(parts, workers)}.", flush=True)
@@ -342,7 +340,7 @@ def tournament(
     try:
         status = games.run()
     except (ValueError, OSError) as error:
-        _fail(str(error))
+        cli_run.fail(str(error))
     print(f"{games.text()}. Records are in {out}; next: wngrad tournament --report")
     raise typer.Exit(status)
 
@@ -353,79 +351,6 @@ def _say(text: str) -> None:
 
 def main() -> None:
     app()
-
-
-def _trained(job: Job, patience: float | None, ray: str | None, cpus: int) -> tuple[Outcome, str]:
-    """Run a job under a bar; leaves if it was stopped, or could not begin."""
-    from wngrad.lab.places import is_address
-    from wngrad.lab.progress import Watch
-    from wngrad.lab.supervisor import supervise
-
-    if not is_address(job.out):
-        _make(Path(job.out))
-    with Watch(job.sweep.name) as watch:
-        if ray is None:
-            outcome = supervise(job, watch, patience)
-        else:
-            from wngrad.lab import cluster
-
-            outcome = cluster.run(job, watch, ray, cpus=cpus, patience=patience)
-    if outcome.status in (130, 143):
-        again = shlex.join(["wngrad", *sys.argv[1:]])
-        print(f"Stopped; everything so far is saved in {job.out}. Go on with: {again}")
-        raise typer.Exit(outcome.status)
-    if outcome.text:
-        _fail(outcome.text)
-    return outcome, watch.text()
-
-
-def _plan(job: Job, ray: str | None, cpus: int) -> NoReturn:
-    """Say what would be done, and leave."""
-    try:
-        if ray is None:
-            from wngrad.lab import measure
-
-            lines = measure.plan(job)
-        else:
-            from wngrad.lab import cluster
-
-            lines = cluster.plan(job, ray, cpus=cpus)
-    except (ValueError, OSError, RuntimeError) as error:
-        _fail(str(error))
-    print(*lines, sep="\n")
-    raise typer.Exit(0)
-
-
-def _numbers(name: str, text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        _fail(f"`--{name}` must be numbers with commas, got {text!r}.")
-
-
-def _kind(text: str) -> Kind | None:
-    from wngrad.lab.spec import Kind
-
-    if text not in ("auto", *get_args(Kind)):
-        _fail(f"`--program` must be auto, {', '.join(get_args(Kind))}, got {text!r}.")
-    return None if text == "auto" else cast("Kind", text)
-
-
-def _fail(message: str) -> NoReturn:
-    """A user's mistake: one line, exit code 2."""
-    print(f"wngrad: {' '.join(message.split())}", file=sys.stderr)
-    raise typer.Exit(2)
-
-
-def _warn(text: str) -> None:
-    print(f"wngrad: {text}", file=sys.stderr)
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        _fail(f"`--out` must be a folder that can be written, got {folder}: {error.strerror}.")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from small_lab import contents
-from wngrad.lab.cluster_nodes import Need, fitting
 from wngrad.lab.store import Store
 
 TESTS = Path(__file__).parents[1]
@@ -365,11 +364,6 @@ def refused(here: Path, *words: str, **options: str) -> str:
     return lines[0]
 
 
-def test_no_ray_is_one_line(here):
-    said = refused(here, "--ray", "local", before="import sys; sys.modules['ray'] = None")
-    assert "`--ray` needs the extra `ray`: pip install 'wngrad[ray]'" in said
-
-
 def test_an_address_at_which_nothing_or_no_ray_answers_is_one_line(here):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
@@ -439,13 +433,3 @@ def test_a_sweep_made_under_other_conditions_is_refused_as_ever(cluster, here):
     status, _, err = wngrad(here, *slow(cluster), "--note", "another")
     assert status == 2
     assert "holds a sweep made under other conditions (note: '' there, 'another' now)" in err
-
-
-@pytest.mark.parametrize(
-    ("need", "slots"), [(Need(1), 8), (Need(3), 2), (Need(1, 1), 2), (Need(8, 2), 1)]
-)
-def test_a_pack_takes_its_gpus_and_cores_of_a_node(need, slots):
-    assert need.slots({"CPU": 8.0, "GPU": 2.0}) == slots
-    assert not Need(1, 1).slots({"CPU": 8.0})
-    with pytest.raises(ValueError, match="and no node has enough"):
-        fitting([], need)
