@@ -7,12 +7,15 @@ import shutil
 import stat
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 import torch
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from wngrad import WNAdam, WNGrad
 from wngrad.optim import launch, native
@@ -248,3 +251,74 @@ def test_several_processes_may_compile_at_once(anew):
     ]
     assert [one.communicate(timeout=120)[0].strip() for one in some] == ["None"] * 3
     assert len(list((anew / "cache" / "wngrad").iterdir())) == 1
+
+
+# ------------------------------------------------------------------ who must not be written to
+
+
+class Wrapper(torch.Tensor):
+    """A tensor around another, without memory of its own, as quantized ones are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def open_(x):
+            return x.inner if isinstance(x, Wrapper) else x
+
+        found = func(*map(open_, args), **{k: open_(v) for k, v in (kwargs or {}).items()})
+        in_place = func.overloadpacket.__name__.endswith("_")
+        return args[0] if in_place or not isinstance(found, torch.Tensor) else Wrapper(found)
+
+
+def test_a_parameter_that_wraps_another_takes_the_plain_path():
+    inner = torch.zeros(2, 3)
+    p = Wrapper(inner)
+    p.grad = Wrapper(torch.ones(2, 3))
+    opt = WNGrad([p])
+    opt.step()
+    assert torch.equal(inner, torch.full((2, 3), -0.25))  # −1/(1 + 3)
+    opt.step()
+    assert bool((inner < -0.25).all())
+    assert list(opt.why_plain().values()) == [
+        "it is of a class of its own, without memory to write to"
+    ]
+
+
+def test_a_mode_that_watches_operations_sees_them():
+    class Names(TorchDispatchMode):
+        seen: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    p = nn.Parameter(torch.ones(2, 3))
+    opt = WNGrad([p])
+    for _ in range(2):
+        p.grad = torch.ones(2, 3)
+        opt.step()
+        with Names():
+            opt.step()
+        assert "addcmul_" in Names.seen
+        Names.seen.clear()
+
+
+def test_torch_func_can_trace_a_step():
+    p = nn.Parameter(torch.zeros(2, 3))
+    p.grad = torch.ones(2, 3)
+    opt = WNGrad([p])
+    opt.step()
+
+    def once_more(g):
+        p.grad = g
+        opt.step()
+        return p.detach().clone()
+
+    traced = make_fx(once_more)(torch.ones(2, 3))
+    assert any("addcmul_" in str(node.target) for node in traced.graph.nodes)

@@ -106,7 +106,7 @@ class BlockOptimizer(Optimizer):
 
     def _step_again(self) -> bool:
         """Take the step if an earlier one was like it, all of it fused."""
-        if self._engine.latest is None:
+        if self._engine.latest is None or fused.watched():
             return False
         now = glance(self)
         plan = self._engine.earlier(now)

@@ -38,9 +38,16 @@ def _triton() -> bool:
     return find_spec("triton") is not None
 
 
+def watched() -> bool:
+    """Whether a mode is to see or to change every operation, as only torch's own show."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
 def possible(opt: BlockOptimizer) -> bool:
     """Whether any parameter may take the fused step; if none may there is no more to look at."""
-    return any(group["fused"] or any(map(_may, group["params"])) for group in opt.param_groups)
+    return not watched() and any(
+        group["fused"] or any(map(_may, group["params"])) for group in opt.param_groups
+    )
 
 
 def _may(p: Tensor) -> bool:
@@ -107,6 +114,8 @@ def _why_not(part: Piece, group: Group, buffer: str) -> str | None:
         return "its gradient is sparse"
     if part.g.dtype != part.p.dtype:
         return f"its gradient is of type {part.g.dtype}"
+    if not all(map(_solid, (part.p, part.g, *part.state.values()))):
+        return "it is of a class of its own, without memory to write to"
     if sharded.local(g).data_ptr() != part.g.data_ptr():
         return "its gradient must be worked out first"
     if group["nonfinite"] == "raise" and sharded.is_sharded(part.param):
@@ -117,6 +126,16 @@ def _why_not(part: Piece, group: Group, buffer: str) -> str | None:
     if layout(part, part.state.get(buffer)) is None:
         return f"its strides are {part.p.stride()}, its gradient's {part.g.stride()}"
     return None
+
+
+def _solid(t: Tensor) -> bool:
+    """Whether it is nothing but memory: no wrapper of other tensors, and none of torch.func's."""
+    if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False
+    try:
+        return bool(t.data_ptr()) or not t.numel()
+    except RuntimeError:
+        return False
 
 
 def _readable(t: Tensor, dtype: torch.dtype, device: torch.device, dense: bool = True) -> bool:

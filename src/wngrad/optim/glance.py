@@ -116,9 +116,13 @@ def _numbers(mu: float, decay: float, start: Any, maximize: bool) -> tuple[int, 
 
 
 def _address(t: Any) -> int:
-    """Where it lies: a shard's part on this rank; nowhere if it is sparse, or no tensor."""
-    whole = isinstance(t, Tensor) and t.layout == torch.strided
-    return sharded.local(t).data_ptr() if whole else 0
+    """Where it lies: a shard's part on this rank; nowhere if it has no memory, or is no tensor."""
+    if not isinstance(t, Tensor) or t.layout != torch.strided:
+        return 0
+    try:
+        return sharded.local(t).data_ptr()
+    except RuntimeError:  # one that torch.func has wrapped
+        return 0
 
 
 def _layout(g: Tensor) -> tuple[Any, ...]:
