@@ -35,6 +35,7 @@ from wngrad.lab.supervisor import Job, supervise
 # is full with one.
 GPU = ((1, 1.0), (4, 1.1), (16, 2.0), (64, 8.0))
 CPU = ((1, 1.0), (4, 4.0))
+WORSE = ((1, 1.0), (4, 2.0), (16, 12.0))
 
 
 def table(rows: tuple[tuple[int, float], ...], start: float = 10.0) -> list[Measured]:
@@ -45,12 +46,20 @@ def table(rows: tuple[tuple[int, float], ...], start: float = 10.0) -> list[Meas
 @pytest.mark.parametrize(
     ("rows", "lanes", "slots", "epochs", "size", "why"),
     [
-        (GPU, 10_000, 8, 10, 64, "the most measured that take less than 10:00"),
-        (GPU, 10_000, 8, 100, 16, "more are not trained at a better rate"),
-        (GPU, 10_000, 8, 1000, 16, "fewer are trained at a lower rate, though it takes over 10:00"),
+        (GPU, 10_000, 8, 10, 64, "the best rate that was measured"),
+        (GPU, 10_000, 8, 100, 16, "more are not trained at a better rate, and take over 10:00"),
+        (
+            GPU,
+            10_000,
+            8,
+            999,
+            16,
+            "fewer are trained at a lower rate, though these take over 10:00",
+        ),
         (GPU, 100, 64, 10, 2, "so that all 64 slots have work"),
-        (CPU, 10_000, 8, 100, 4, "the most measured that take less than 10:00"),
-        (CPU, 10_000, 8, 500, 1, "more are not trained at a better rate"),
+        (CPU, 10_000, 8, 100, 4, "the best rate that was measured"),
+        (CPU, 10_000, 8, 500, 1, "more are not trained at a better rate, and take over 10:00"),
+        (WORSE, 10_000, 8, 1, 4, "the best rate that was measured"),
         (CPU, 3, 8, 1, 1, "so that all 8 slots have work"),
     ],
 )

@@ -77,7 +77,7 @@ ENVIRONMENT = {
     "WNGRAD_DATA": "",
     "PYTHONPATH": str(TESTS),
     "RAY_USAGE_STATS_ENABLED": "0",
-    "NAP": "0.02",
+    "NAP": "0.03",
 }
 
 
@@ -265,6 +265,16 @@ def test_a_signal_saves_says_how_to_go_on_and_the_next_run_does(cluster, here, w
     assert len(steps(here)) == LANES * STEPS  # not one step was taken twice
 
 
+def test_a_signal_before_the_first_pack_leaves_at_once(cluster, here):
+    driver = started(here, *slow(cluster))
+    until(lambda: list(here.glob("out/.seen-*")))  # the nodes are being looked at
+    driver.send_signal(signal.SIGINT)
+    status, out, err = ended(driver, 20)
+    assert status == 130, err
+    assert "Stopped; everything so far is saved in out. Go on with: " in out
+    assert not steps(here)
+
+
 def test_ctrl_c_reaches_all_of_a_local_cluster_and_still_saves(here, whole):
     """A terminal sends it to every process of the group."""
     words = slow_locally()
@@ -372,7 +382,7 @@ def test_an_address_at_which_nothing_or_no_ray_answers_is_one_line(here):
         nobody.listen()
         soon = "import wngrad.lab.cluster_nodes as nodes; nodes.ANSWER = 3.0"
         said = refused(here, "--ray", address, before=soon)
-        assert f"`--ray` {address}: no Ray cluster has answered within 3 s." in said
+        assert f"`--ray` {address}: no Ray cluster has answered within 3 s;" in said
     assert "must be local, auto or HOST:PORT" in refused(here, "--ray", "nowhere")
 
 
@@ -416,10 +426,11 @@ def test_a_folder_that_a_node_does_not_see_is_one_line(cluster, here):
 
 
 def test_a_second_driver_of_a_folder_is_one_line(cluster, here):
-    driver = started(here, *slow(cluster))
+    words = ["run", "lab:HUNG", "--device", "cpu", "--out", "out", "--ray", cluster.address]
+    driver = started(here, *words)
     try:
         until(lambda: steps(here))
-        status, _, err = wngrad(here, *slow(cluster))
+        status, _, err = wngrad(here, *words)
         assert status == 2
         assert "out is being worked on by another `wngrad … --ray`" in err
         assert len(err.splitlines()) == 1

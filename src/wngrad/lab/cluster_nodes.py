@@ -73,7 +73,10 @@ def connected(address: str) -> Iterator[None]:
         ) from error
     if address not in ("local", "auto"):
         _reached(address)
-    silence = f"`--ray` {address}: no Ray cluster has answered within {ANSWER:g} s."
+    silence = (
+        f"`--ray` {address}: no Ray cluster has answered within {ANSWER:g} s; if it asks for a "
+        "token, set RAY_AUTH_MODE=token."
+    )
     try:
         with _leaving(silence if address != "local" else ""):
             ray.init(
@@ -83,7 +86,7 @@ def connected(address: str) -> Iterator[None]:
                 log_to_driver=False,
                 logging_level="error",
             )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
         raise ValueError(f"`--ray` {address}: {' '.join(str(error).split())}") from error
     try:
         yield

@@ -69,25 +69,26 @@ def choose(
 ) -> Choice:
     """The size of the packs that `lanes` lanes are cut into.
 
-    Large enough that a program runs at nearly its best rate, or larger if it still takes less than
-    `limit` seconds; but never so large that a slot has nothing to do.
+    Of those that train at nearly the best rate, the largest that takes less than `limit` seconds,
+    or else the smallest; but never so large that a slot has nothing to do.
 
     Args:
         found: measurements, in the order of their lanes.
         slots: how many packs can run at the same time.
     """
     best = max(m.rate for m in found)
-    full = next(m.lanes for m in found if m.rate >= LEVEL * best)
-    short = [m.lanes for m in found if seconds(found, m.lanes, epochs) <= limit]
-    share = math.ceil(lanes / slots)
-    size = max(full, *short, 1)
+    full = [m.lanes for m in found if m.rate >= LEVEL * best]
+    short = [n for n in full if seconds(found, n, epochs) <= limit]
+    share, size = math.ceil(lanes / slots), (short or full[:1])[-1]
     if share < size:
         return Choice(share, f"so that all {slots} slots have work")
-    if size > full:
-        return Choice(size, f"the most measured that take less than {clock(limit)}")
-    if short and max(short) >= full:
-        return Choice(size, "more are not trained at a better rate")
-    return Choice(size, f"fewer are trained at a lower rate, though it takes over {clock(limit)}")
+    if not short:
+        why = f"fewer are trained at a lower rate, though these take over {clock(limit)}"
+    elif size == full[-1]:
+        why = "the best rate that was measured"
+    else:
+        why = f"more are not trained at a better rate, and take over {clock(limit)}"
+    return Choice(size, why)
 
 
 def even(size: int, settings: int) -> int:
