@@ -238,6 +238,11 @@ def test_a_compiler_that_does_not_know_a_flag_does_without(anew, monkeypatch, un
     assert stepped() is None
 
 
+def test_a_compiler_may_be_two_words(anew, monkeypatch):
+    monkeypatch.setenv("CC", f"env {real()}")
+    assert stepped() is None
+
+
 def test_a_cache_that_cannot_be_written_is_done_without(anew, monkeypatch):
     (anew / "cache").write_text("a file, not a folder")
     assert stepped() is None

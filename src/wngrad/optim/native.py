@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def _library() -> ctypes.CDLL | str:
     if os.environ.get("WNGRAD_NATIVE") == "0":
         return "WNGRAD_NATIVE is 0"
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
-    if compiler is None or sys.platform == "win32":
+    if not compiler or sys.platform == "win32":
         return "there is no C compiler (cc)"
     try:
         return _loaded(_compiled(compiler))
@@ -78,8 +79,9 @@ def _compiled(compiler: str) -> Path:
     if not path.is_file():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            for more in (["-march=native", "-fopenmp"], ["-fopenmp"], []):
-                command = [compiler, *_FLAGS, *more, str(_SOURCE), "-o", str(made), "-lm"]
+            for more in (["-march=native", "-fopenmp"], ["-fopenmp"], ["-march=native"], []):
+                given = [*shlex.split(compiler), *_FLAGS, *more]  # CC may be two words
+                command = [*given, str(_SOURCE), "-o", str(made), "-lm"]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=60)
                 if done.returncode == 0:
                     break
