@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -266,6 +268,17 @@ def test_a_damaged_file_at_an_address_is_set_aside_and_said(tmp_path):
 def test_an_address_of_an_unknown_kind_is_one_line():
     with pytest.raises(ValueError, match="`out` 'nothing://x' cannot be reached: "):
         Store("nothing://x")
+
+
+def test_a_pack_that_is_taken_is_waited_for_but_not_for_ever(tmp_path):
+    (tmp_path / "locks").mkdir()
+    mine, its = Store(tmp_path), ExitStack()
+    assert its.enter_context(Store(tmp_path).claim(PACK))
+    with mine.claim(PACK, patience=0.1) as had:
+        assert not had
+    threading.Timer(0.2, its.close).start()
+    with mine.claim(PACK, patience=60) as had:
+        assert had
 
 
 def test_one_process_leads_a_store(tmp_path):

@@ -161,7 +161,8 @@ class _Driver:
             self.heard[event["pack"]] = time.monotonic()
         if event["kind"] == "record" and event["status"] == "failed":
             self.failed[event["lane"]] = event["reason"]
-        self.tell(event)
+        if event["kind"] != "start":  # they may be thousands
+            self.tell(event)
 
     def _ended(self, ref: Any, pack: str) -> None:
         import ray

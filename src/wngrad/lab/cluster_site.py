@@ -77,18 +77,17 @@ class Site:
         have, a measurement decides.
         """
         before, sweep = self.store.cut(), self.job.sweep
+        together = sum(s.optimizer not in sweep.alone for s in sweep.settings)
         if before:
-            size = max(len(pack.lanes) for pack in before)
             self.said.append(f"the {len(before)} packs of {self.job.out} hold")
-        elif any(s.optimizer not in sweep.alone for s in sweep.settings):
-            size = 1 if sweep.program == "lone" or self.job.sized else self._chosen()
-        if not self.job.sized and sweep.program != "lone":
-            self.job = replace(self.job, sweep=replace(sweep, lanes_per_pack=size))
-        return self.store.packs(self.job.sweep, self.conditions)
+        if together and sweep.program != "lone" and not self.job.sized:
+            cut = max((len(pack.lanes) for pack in before), default=0)
+            sweep = replace(sweep, lanes_per_pack=cut or self._chosen(together))
+            self.job = replace(self.job, sweep=sweep)
+        return self.store.packs(sweep, self.conditions)
 
-    def _chosen(self) -> int:
+    def _chosen(self, settings: int) -> int:
         sweep = self.job.sweep
-        settings = sum(s.optimizer not in sweep.alone for s in sweep.settings)
         lanes = settings * len(sweep.seeds)
         answer = self._measure(sweep.lanes_per_pack, None)
         if "error" in answer:  # each lane will say so for itself
