@@ -403,17 +403,39 @@ def test_a_gpu_that_torch_does_not_find_is_one_line_with_the_node(cluster, here)
         cluster.remove_node(node)
 
 
-def test_versions_that_differ_between_nodes_are_one_line(cluster, here, tmp_path_factory):
-    older = tmp_path_factory.mktemp("older")
-    (older / "sitecustomize.py").write_text("import wngrad\nwngrad.__version__ = '0.0.1'\n")
-    path = f"{older}{os.pathsep}{TESTS}"
-    node = cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": path})
+@pytest.fixture
+def older(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a node with another version of wngrad."""
+    folder = tmp_path_factory.mktemp("older")
+    (folder / "sitecustomize.py").write_text("import wngrad\nwngrad.__version__ = '0.0.1'\n")
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{TESTS}"}
+
+
+def test_versions_that_differ_between_nodes_are_one_line(cluster, here, older):
+    node = cluster.add_node(num_cpus=1, env_vars=older)
     try:
         said = refused(here, "--ray", cluster.address, "--device", "cpu")
         assert "versions differ between nodes: wngrad is " in said
         assert f"0.0.1 on {cluster.address.partition(':')[0]} (node {node.node_id[:8]})" in said
     finally:
         cluster.remove_node(node)
+
+
+def test_a_node_that_joins_with_another_version_is_refused_and_nothing_is_lost(
+    cluster, here, older
+):
+    driver = started(here, *slow(cluster), "--epochs", "20")
+    until(lambda: steps(here))
+    node = cluster.add_node(num_cpus=1, env_vars=older)
+    try:
+        status, _, err = ended(driver)
+        assert status == 2, err
+        assert "nodes differ: wngrad is " in err
+        assert ", 0.0.1 on " in err
+    finally:
+        cluster.remove_node(node)
+    assert wngrad(here, *slow(cluster), "--epochs", "20")[0] == 0
+    assert len(steps(here)) == LANES * 10 * 20  # what had begun was saved
 
 
 def test_a_folder_that_a_node_does_not_see_is_one_line(cluster, here):
