@@ -1,4 +1,4 @@
-"""The fused step for CUDA, in Triton: the only second spelling of the rule.
+"""The fused step for CUDA, in Triton: the second spelling of the rule. `native.c` is the third.
 
 `wngrad.optim.update` is the reference; `tests/test_fused.py` holds this file to it, on a GPU and,
 in Triton's interpreter, on any machine. `wngrad.optim.fused` lays out the tables and launches.
