@@ -38,8 +38,9 @@ def run(
     try:
         with cluster_nodes.connected(address), _Signals() as signals:
             home = absolute(job.out)
-            with _sole(home), _board(home) as board:
-                return _Driver(Site.open(job, cpus), board, tell, patience, signals).run()
+            with _sole(home), _board(home, signals.check) as board:
+                site = Site.open(job, cpus, signals.check)
+                return _Driver(site, board, tell, patience, signals).run()
     except _Left as left:
         return Outcome(128 + left.number)
     except (ValueError, OSError) as error:
@@ -56,8 +57,8 @@ def plan(job: Job, address: str, *, cpus: int = 1) -> list[str]:
     Raises:
         ValueError: the cluster cannot run it, in one line.
     """
-    with cluster_nodes.connected(address):
-        site = Site.open(job, cpus)
+    with cluster_nodes.connected(address), _Signals() as signals:
+        site = Site.open(job, cpus, signals.check)
         packs = site.settle()
         left = site.left(packs)
         site.measure(left)
@@ -91,7 +92,6 @@ class _Driver:
         site.settle()
         sweep = site.job.sweep
         packs = site.store.open(sweep, site.conditions)
-        self.signals.begun = True
         lanes = sum(len(pack.lanes) for pack in packs)
         self.tell({"kind": "plan", "lanes": lanes, "epochs": sweep.epochs})
         left = site.left(packs)
@@ -211,7 +211,7 @@ class _Driver:
                 del self.sent[ref]
 
 
-class _Left(Exception):  # noqa: N818 - not an error
+class _Left(KeyboardInterrupt):
     """Asked to leave before a pack was sent."""
 
     def __init__(self, number: int) -> None:
@@ -219,16 +219,21 @@ class _Left(Exception):  # noqa: N818 - not an error
 
 
 class _Signals:
-    """Ctrl-C and SIGTERM are counted: at the first the packs save, at the second we leave."""
+    """Ctrl-C and SIGTERM are counted: at the first the packs save, at the second we leave.
+
+    Nothing is raised where they come, which may be in the middle of Ray's own code.
+    """
 
     def __init__(self) -> None:
         self.count, self.last = 0, 0
-        self.begun = False  # whether there is something to save
 
     def __call__(self, number: int, frame: object) -> None:
-        if not self.begun:
-            raise _Left(number)
         self.count, self.last = self.count + 1, number
+
+    def check(self) -> None:
+        """Leave, where there is nothing to save."""
+        if self.count:
+            raise _Left(self.last)
 
     def __enter__(self) -> _Signals:
         self.before = [signal.signal(number, self) for number in SIGNALS]
@@ -249,7 +254,7 @@ def _sole(home: Path | str) -> Iterator[None]:
 
 
 @contextmanager
-def _board(home: Path | str) -> Iterator[Any]:
+def _board(home: Path | str, check: Callable[[], None]) -> Iterator[Any]:
     """The board, on this node; its name is that of the store, so that there is one driver for it.
 
     Raises:
@@ -270,6 +275,7 @@ def _board(home: Path | str) -> Iterator[Any]:
                 raise ValueError(
                     f"{home} is being worked on by another `wngrad … --ray` on this cluster."
                 ) from error
+            check()
             time.sleep(0.5)
     yield board
     ray.kill(board)

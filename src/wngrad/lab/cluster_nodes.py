@@ -9,7 +9,8 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from wngrad.lab import cluster_task, places
 from wngrad.lab.cluster_task import differing
 
 ANSWER = 15.0  # seconds for a cluster to answer
+TURN = 0.2  # seconds between two looks at whether to go on
 LOOK = 120.0  # seconds for a node to load what it needs, and to say how it is
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -167,7 +169,9 @@ def fitting(nodes: Sequence[Node], need: Need) -> list[Node]:
     return found
 
 
-def looked_at(nodes: Sequence[Node], need: Need, job: str) -> tuple[dict[str, Any], list[str]]:
+def looked_at(
+    nodes: Sequence[Node], need: Need, job: str, check: Callable[[], None]
+) -> tuple[dict[str, Any], list[str]]:
     """The conditions that all nodes have in common, and what there is to say.
 
     A node that is too busy to answer is looked at by its first pack, which finds the same.
@@ -186,7 +190,7 @@ def looked_at(nodes: Sequence[Node], need: Need, job: str) -> tuple[dict[str, An
             ).remote(job, nonce): node
             for node in nodes
         }
-        ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=LOOK)
+        ready, late = waited(list(asked), LOOK, check)
         found = {asked[ref]: _answer(ref, asked[ref]) for ref in ready}
     for ref in late:
         ray.cancel(ref, force=True)
@@ -196,6 +200,23 @@ def looked_at(nodes: Sequence[Node], need: Need, job: str) -> tuple[dict[str, An
     first = next(iter(found.values()))
     busy = [f"{asked[ref]} is busy: it is looked at with its first pack" for ref in late]
     return first["conditions"], busy
+
+
+def waited(
+    refs: list[Any], seconds: float, check: Callable[[], None]
+) -> tuple[list[Any], list[Any]]:
+    """The tasks that are ready, when all are or the time is over, and the others.
+
+    In short turns, between which `check` may raise: in the middle of a wait Ray does not allow it.
+    """
+    import ray
+
+    until = time.monotonic() + seconds
+    while True:
+        ready, late = ray.wait(refs, num_returns=len(refs), timeout=TURN)
+        check()
+        if not late or time.monotonic() > until:
+            return ready, late
 
 
 def remote(function: Any, need: Need) -> Any:

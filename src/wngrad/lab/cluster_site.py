@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ class Site:
     job: Job
     need: Need
     nodes: list[Node]
+    check: Callable[[], None]  # called while waiting; may raise
     conditions: dict[str, Any] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)  # what a person should know
     costs: dict[Kind, list[Measured]] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, job: Job, cpus: int) -> Site:
+    def open(cls, job: Job, cpus: int, check: Callable[[], None]) -> Site:
         """Look at every node that has room for a pack.
 
         Raises:
@@ -42,8 +44,9 @@ class Site:
             data=job.data and Path(absolute(job.data)),
             device="cuda" if need.gpus else "cpu",
         )
-        site = cls(here, need, cluster_nodes.fitting(cluster_nodes.alive(), need))
-        site.conditions, site.said = cluster_nodes.looked_at(site.nodes, need, site.text())
+        nodes = cluster_nodes.fitting(cluster_nodes.alive(), need)
+        site = cls(here, need, nodes, check)
+        site.conditions, site.said = cluster_nodes.looked_at(nodes, need, site.text(), check)
         return site
 
     @property
@@ -124,8 +127,10 @@ class Site:
         from ray.exceptions import RayError, RayTaskError
 
         task = cluster_nodes.remote(cluster_task.measure, self.need)
+        ref = task.remote(self.text(), most, cut)
+        cluster_nodes.waited([ref], math.inf, self.check)
         try:
-            answer: dict[str, Any] = ray.get(task.remote(self.text(), most, cut))
+            answer: dict[str, Any] = ray.get(ref)
         except RayTaskError:
             raise
         except RayError as error:
