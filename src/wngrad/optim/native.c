@@ -7,7 +7,7 @@
  * each; a row that is too long for that is cut into pieces, summed first and moved in a second pass.
  * Sums of squares and b's recursion are in float64, everything else in float32, rounded where torch's
  * own operations round (compile with -ffp-contract=off): with a λ that is a number the step is that
- * of the reference bit for bit, for any number of threads and any width of vectors.
+ * of the reference bit for bit (tried on x86), for any number of threads and any width of vectors.
  */
 #include <math.h>
 #include <stdint.h>

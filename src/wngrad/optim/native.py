@@ -4,8 +4,8 @@ Compiling takes a fraction of a second, once for a machine; the result is kept i
 folder. Where there is no C compiler the plain path is taken, and `why_plain` says so.
 
 Tried on two cores with 38 M float32 parameters, in milliseconds a step, where torch's SGD takes 8
-to 9: torch's own operations, rows in cache-sized pieces (`rows`), 30 to 39; the same rule through
-`torch.compile` 12 to 14, after half a minute of compiling for each shape; this 8 to 9.
+to 10: torch's own operations, rows in cache-sized pieces (`rows`), 30 to 40; the same rule through
+`torch.compile` 12 to 14, compiled anew for each shape; this 8 to 11.
 """
 
 from __future__ import annotations
