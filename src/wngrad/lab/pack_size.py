@@ -127,7 +127,8 @@ class Plan:
         """What `--dry-run` prints."""
         rows = [self._row(list(group)) for _, group in groupby(self.packs, self._alike)]
         lanes = sum(len(pack.lanes) for pack in self.packs)
-        parts = [f"{lanes} lanes of {self.sweep.epochs} epochs in {len(self.packs)} packs"]
+        packs = "1 pack" if len(self.packs) == 1 else f"{len(self.packs)} packs"
+        parts = [f"{_lanes(lanes)} of {self.sweep.epochs} epochs in {packs}"]
         parts += [f"{len(self.done)} of them done"] if self.done else []
         parts += [f"{self.slots} at a time", f"about {clock(self.seconds)} in all"]
         return [*rows, f"{', '.join(parts)}."]

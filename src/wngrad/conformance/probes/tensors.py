@@ -1,0 +1,129 @@
+"""Kinds of tensors: complex, sparse, narrow, oddly shaped, oddly laid out."""
+
+from __future__ import annotations
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+
+from wngrad.conformance.subject import (
+    Failed,
+    NotApplicable,
+    Subject,
+    differentiated,
+    finite,
+    ones,
+    probe,
+    pull,
+    repeat,
+    unless_refused,
+)
+
+
+@probe(
+    "complex",
+    does="Minimizes |z|² over complex numbers for twelve steps.",
+    why="Signal processing, Fourier layers, quantum circuits.",
+    failing="An operation that complex numbers lack, or an imaginary part that stands still.",
+)
+def complex_parameters(make: Subject) -> None:
+    z = nn.Parameter(torch.full((3, 2), 1 + 2j, dtype=torch.complex128))
+    start = z.detach().clone()
+    with unless_refused("complex"):
+        repeat(make, make([z]), pull(z))
+    moved = torch.view_as_real(z.detach() - start)
+    if not bool((moved < 0).all()):
+        raise Failed("real and imaginary parts do not both go downhill")
+
+
+@probe(
+    "sparse",
+    does="Trains an embedding with sparse=True.",
+    why="Large vocabularies: only the rows of a batch have a gradient.",
+    failing="An obscure error, or rows that move without having been looked up.",
+)
+def sparse_gradients(make: Subject) -> None:
+    table = nn.Embedding(6, 3, sparse=True, dtype=torch.float64)
+    start = table.weight.detach().clone()
+
+    def closure() -> Tensor:
+        table.zero_grad()
+        return differentiated(table(torch.tensor([1, 4, 4])).square().sum())
+
+    with unless_refused("sparse"):
+        repeat(make, make(table.parameters()), closure)
+    moved = [i for i in range(6) if not torch.equal(table.weight[i], start[i])]
+    if moved != [1, 4]:
+        raise Failed(f"rows 1 and 4 have a gradient, rows {moved} move")
+
+
+@probe(
+    "bfloat16",
+    does="Fits a network to one batch in 300 steps in bfloat16, and in float32.",
+    why="Models are trained in bfloat16 without a float32 copy of the weights.",
+    failing="Steps below half a unit in the last place: it stands still, and nothing says so.",
+)
+def bfloat16(make: Subject) -> str:
+    ends = [_fitted(make, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    said = "the loss ends at {:.2g} × its start, in float32 at {:.2g} ×".format(*ends)
+    if ends[1] >= 1:
+        raise NotApplicable("it does not lower the loss in float32 either")
+    if not 1 - ends[0] >= 0.01 * (1 - ends[1]):
+        raise Failed(f"it stands still: {said}")
+    return said
+
+
+def _fitted(make: Subject, dtype: torch.dtype) -> float:
+    """The loss after 300 steps on one batch, divided by the first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 50), nn.ReLU(), nn.Linear(50, 2)).to(dtype)
+    x, y = torch.randn(64, 20).to(dtype), torch.randint(2, (64,))
+    opt = make(model.parameters())
+
+    def closure() -> Tensor:
+        model.zero_grad()
+        return differentiated(nn.functional.cross_entropy(model(x), y) / 2)
+
+    start = float(closure())
+    repeat(make, opt, closure, 300)
+    make.eval(opt)
+    if not finite(model.parameters()) or any(p.dtype != dtype for p in model.parameters()):
+        raise Failed(f"in {dtype} the parameters end as another type, or not finite")
+    return float(closure()) / start
+
+
+@probe(
+    "odd shapes",
+    does="Trains a scalar and tensors without elements beside an ordinary one.",
+    why="Temperatures and gates are scalars; sharding leaves empty pieces on some ranks.",
+    failing="An index error, or a norm of nothing that turns into NaN.",
+)
+def odd_shapes(make: Subject) -> None:
+    params = [ones(), ones(0, 3), ones(3, 0), ones(2, 2)]
+    repeat(make, make(params), pull(*params))
+    if not finite(params):
+        raise Failed("NaN beside a tensor without elements")
+    if torch.equal(params[0], ones()) or torch.equal(params[3], ones(2, 2)):
+        raise Failed("a scalar, or the tensor beside it, does not move")
+
+
+@probe(
+    "memory layouts",
+    does="Trains a channels-last and a transposed parameter beside contiguous ones.",
+    why="channels_last convolutions, tied and transposed weights.",
+    failing="An error from view(), or state that is laid out another way than its parameter.",
+)
+def memory_layouts(make: Subject) -> None:
+    torch.manual_seed(0)
+    images, matrix = torch.randn(4, 3, 2, 5).double(), torch.randn(4, 6).double()
+    plain = [nn.Parameter(images.clone()), nn.Parameter(matrix.clone())]
+    odd = [
+        nn.Parameter(images.contiguous(memory_format=torch.channels_last)),
+        nn.Parameter(matrix.T.contiguous().T),
+    ]
+    repeat(make, make(plain), pull(*plain))
+    repeat(make, make(odd), pull(*odd))
+    for p, q, start in zip(plain, odd, (images, matrix), strict=True):
+        moved = (p - start).detach().norm()
+        if not (p - q).detach().norm() <= 1e-6 * moved:
+            raise Failed("another memory layout gives another result")
