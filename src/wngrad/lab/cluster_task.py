@@ -172,6 +172,7 @@ def run_pack(
     if not line.begin(pack):
         return {"kind": "interrupted", "events": []}
     try:
+        from wngrad.lab import measure as timing
         from wngrad.lab.runner import Interrupted, conditions
 
         session = _session(job)
@@ -186,7 +187,8 @@ def run_pack(
         except Interrupted:
             return {"kind": "interrupted", "events": line.rest()}
         finally:
-            _free(session.device)
+            if session.device != "cpu":  # the worker lives on, and a GPU's memory is short
+                timing.free(session.device)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         return {"kind": "error", "text": " ".join(str(error).split()), "events": line.rest()}
     return {"kind": "finished", "events": line.rest()}
@@ -203,14 +205,3 @@ def _session(job: str) -> Session:
 
     torch.set_num_threads(asked["cpus"])
     return session(asked, lambda event: None, lambda: False)
-
-
-def _free(device: str) -> None:
-    """A worker lives on; what its last program held on the GPU must not."""
-    if device.startswith("cuda"):
-        import gc
-
-        import torch
-
-        gc.collect()
-        torch.cuda.empty_cache()

@@ -33,7 +33,7 @@ def growing(sweep: Sweep, data: Data, device: str, most: int | None) -> list[Mea
                 raise
             break
         finally:
-            _free(device)
+            free(device)
         if enough(found) or time.monotonic() - began > BUDGET:
             break
     return found
@@ -47,7 +47,7 @@ def sizes(
     found: dict[Kind, list[Measured]] = {}
     for (kind, _), pack in sorted(alike.items(), key=lambda item: item[0]):
         found.setdefault(kind, []).append(one(sweep, pack, data, device))
-        _free(device)
+        free(device)
     return found
 
 
@@ -109,7 +109,7 @@ def _timed(program: Program, work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _free(device: str) -> None:
+def free(device: str) -> None:
     """Let go of what the last program held."""
     gc.collect()
     if device.startswith("cuda"):

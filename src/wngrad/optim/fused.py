@@ -207,9 +207,8 @@ def _outside_the_graph() -> Iterator[None]:  # pragma: no cover, needs a GPU
     except OSError:  # Not NVIDIA's. Then every replay writes its tables first.
         yield
         return
-    relaxed = ctypes.c_int(
-        2
-    )  # Waiting for a stream is forbidden in the mode graphs are captured in.
+    # Waiting for a stream is forbidden in the mode graphs are captured in.
+    relaxed = ctypes.c_int(2)
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
     try:
         side = _side()

@@ -46,9 +46,9 @@ class Plan:
         self, opt: BlockOptimizer, families: list[Family], left: dict[Tensor, str], now: Glance
     ) -> None:
         self.key, self.left = now.key, left
-        self.params = {p for group in opt.param_groups for p in group["params"]}
+        every = [p for group in opt.param_groups for p in group["params"]]
+        self._params = set(every)
         number = {id(group): i for i, group in enumerate(opt.param_groups)}
-        every = (p for group in opt.param_groups for p in group["params"])
         order = {p: i for i, p in enumerate(p for p in every if p.grad is not None)}
         batches: dict[Method, list[tuple[Family, int]]] = {}
         small = sum(part.p.numel() for f in families for part in f.pieces) <= SMALL_SET
@@ -71,7 +71,7 @@ class Plan:
 
     def knows(self, params: Iterable[Tensor]) -> bool:
         """Whether it is of these parameters, not of others that have come to lie there."""
-        return all(p in self.params for p in params)
+        return all(p in self._params for p in params)
 
     def run(self, now: Glance, scale: Tensor | None, found: Tensor | None) -> Refused | None:
         """Take the step; or change nothing and say which parameter must not be stepped."""

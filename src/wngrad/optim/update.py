@@ -70,10 +70,8 @@ def commit(proposal: Proposal, algorithm: Algorithm) -> None:
         t = torch.where(live, state["t"] + 1, state["t"])
     divisor = torch.where(b == 0, 1, b)  # where there is no b yet nothing is written
     buffer = state.get(algorithm._buffer)
-    if _in_place(proposal):
-        _move_in_place(family, part, divisor, buffer, t, live, algorithm)
-    else:
-        _move(family, part, divisor, buffer, t, live, algorithm)
+    move = _move_in_place if _in_place(proposal) else _move
+    move(family, part, divisor, buffer, t, live, algorithm)
     if group["nonfinite"] == "skip":
         b = torch.where(finite, b, state["b"])
         state["skipped"].add_(~finite)
