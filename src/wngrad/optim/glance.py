@@ -7,9 +7,9 @@ ready, so this is all it costs the host. It is written for speed.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, or_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,8 +21,10 @@ from wngrad.optim.tables import bits
 if TYPE_CHECKING:
     from wngrad.optim.base import BlockOptimizer
 
-# The settings a plan depends on; λ, μ or β, the decay and C are numbers in a table.
-_choices = itemgetter(
+_settings = itemgetter(
+    "weight_decay",
+    "b_init",
+    "maximize",
     "decoupled_weight_decay",
     "hold_1d",
     "joint",
@@ -33,7 +35,6 @@ _choices = itemgetter(
 )
 _GRAD, _BYTES = attrgetter("grad"), attrgetter("nbytes")
 _ADDRESS, _STRIDE, _DENSE = Tensor.data_ptr, Tensor.stride, Tensor.is_contiguous
-_LAST_BITS = (15).__and__  # of an address, which must be 0 for loads of 16 bytes
 _FLOATS = {torch.float32: 1, torch.float64: 2}
 
 
@@ -48,8 +49,7 @@ class Glance(NamedTuple):
     """A step that is due."""
 
     key: list[Any]  # what its plan depends on
-    grads: list[int]  # where the gradients lie
-    settings: list[int]  # the numbers of each group
+    words: list[int]  # the numbers of each group, then where the gradients lie
 
     def frozen(self) -> tuple[Any, ...]:
         """The key as one for a dictionary."""
@@ -58,20 +58,19 @@ class Glance(NamedTuple):
 
 def glance(opt: BlockOptimizer) -> Glance | None:
     """The step that is due, or None if a setting must be put right first."""
-    settings: list[int] = []
+    words: list[int] = []
     choices = []
     for group in opt.param_groups:
-        start, decay, per = group["b_init"], group["weight_decay"], group["per"]
-        lam = rate(group["lr"])
-        if lam is None or type(start) not in (float, tuple):
+        per, lam = group["per"], rate(group["lr"])
+        if lam is None or type(group["b_init"]) not in (float, tuple):
             return None
-        settings += lam
-        settings += _numbers(group[opt._fraction], decay, start, group["maximize"])
         blocks = per if type(per) is str else tuple(per)
+        numbers, choice = _read(group[opt._fraction], *_settings(group))
+        words += lam
+        words += numbers
         still = lam == (0, 0)  # A group without rate takes no part.
         far = group["lr"].device if lam.kind else None
-        numbers = (type(start), decay != 0, opt._buffered(group), still, lam.kind, far)
-        choices.append((_choices(group), blocks, numbers))
+        choices.append((choice, blocks, opt._buffered(group), still, lam.kind, far))
     params = [p for group in opt.param_groups for p in group["params"]]
     live, absent = list(map(_GRAD, params)), None
     kept = list(chain.from_iterable(map(dict.values, opt.state.values())))
@@ -92,9 +91,11 @@ def glance(opt: BlockOptimizer) -> Glance | None:
         addresses = list(map(_address, live))
         where = list(map(_address, params + kept))
         strides, sizes = list(map(_layout, live)), [(g.dtype, g.numel()) for g in live]
-    odd = any(map(_LAST_BITS, addresses)) and [a % 16 for a in addresses]
+    # Loads are 16 bytes wide where all addresses allow it.
+    odd = [a % 16 for a in addresses] if reduce(or_, addresses, 0) % 16 else None
     key = [where, list(map(_STRIDE, params)), strides, sizes, absent, odd, choices]
-    return Glance(key, addresses, settings)
+    words += addresses
+    return Glance(key, words)
 
 
 def rate(lr: float | Tensor) -> Rate | None:
@@ -108,11 +109,16 @@ def rate(lr: float | Tensor) -> Rate | None:
     return Rate(lr.data_ptr(), _FLOATS.get(lr.dtype, -1))
 
 
-@lru_cache(maxsize=1024)
-def _numbers(mu: float, decay: float, start: Any, maximize: bool) -> tuple[int, ...]:
+@lru_cache(maxsize=1024, typed=True)
+def _read(
+    mu: float, decay: float, start: Any, maximize: bool, *others: Any
+) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    """A group's numbers but λ, for a table; and all that a plan depends on."""
     log_mu = math.log2(mu) if mu > 0 else -math.inf
     c = start[1] if isinstance(start, tuple) else start
-    return tuple(map(bits, (mu, log_mu, decay, c, -1.0 if maximize else 1.0)))
+    sign = -1.0 if maximize else 1.0
+    numbers = tuple(map(bits, (mu, log_mu, decay, c, sign, 0.0)))  # an even number, with λ's
+    return numbers, (type(start), decay != 0, *others)
 
 
 def _address(t: Any) -> int:

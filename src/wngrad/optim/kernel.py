@@ -22,8 +22,8 @@ from wngrad.optim.tables import Decay, Rule
 P, B, BUF, T, SKIPPED, LENGTH, ROWS, PIECES, PIECE = map(tl.constexpr, range(9))
 FIRST, SPAN, GROUP, HOLD, PARTS, ROOM, WORDS = map(tl.constexpr, range(9, 16))
 PARAMETERS = tl.constexpr(2**24)  # at most: a program's word is that times the kind, and an index
-# The words of a group's settings.
-LAM, LAM_KIND, MU, LOG_MU, DECAY_RATE, START, SIGN, SETTINGS = map(tl.constexpr, range(8))
+# The words of a group's settings, an even number, so that what follows them is aligned.
+LAM, LAM_KIND, MU, LOG_MU, DECAY_RATE, START, SIGN, _, SETTINGS = map(tl.constexpr, range(9))
 # The words of a strided layout: sizes, then for each of p, g and the buffer two strides between
 # rows and four within one.
 LAYOUT = tl.constexpr(22)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -58,16 +59,16 @@ class Plan:
         # A backward that needs what was there before the step must say so, not go wrong in silence.
         taken = (part.param for family in families for part in family.pieces)
         self._moved = [p for p in taken if not p.is_inference()]
-        self._settings = {method.device: Table(now.settings, method.device) for method in batches}
         self._launches: list[_Launch | native.Launch] = []
+        head = len(now.words) - len(order)
         for method, some in batches.items():
-            index = [order[part.param] for family, _ in some for part in family.pieces]
-            settings = self._settings[method.device]
+            spots = (head + order[part.param] for family, _ in some for part in family.pieces)
+            index = [*range(head), *spots]
             if method.native:
-                self._launches.append(native.Launch(method, some, opt._buffer, index, settings))
+                self._launches.append(native.Launch(method, some, opt._buffer, index, head))
             else:
                 batch = Batch(method, some, opt._buffer)
-                self._launches.append(_Launch(batch, index, now.grads, settings))
+                self._launches.append(_Launch(batch, now.words, index, head))
 
     def knows(self, params: Iterable[Tensor]) -> bool:
         """Whether it is of these parameters, not of others that have come to lie there."""
@@ -75,10 +76,8 @@ class Plan:
 
     def run(self, now: Glance, scale: Tensor | None, found: Tensor | None) -> Refused | None:
         """Take the step; or change nothing and say which parameter must not be stepped."""
-        for table in self._settings.values():
-            table.update(now.settings)
         for launch in self._launches:
-            launch.prepare(now.grads, scale, found)
+            launch.prepare(now.words, scale, found)
         for launch in self._launches:
             if isinstance(launch, _Launch) and (bad := launch.bad()) is not None:
                 return bad
@@ -92,15 +91,15 @@ class Plan:
 class _Launch:
     """The kernels of a batch."""
 
-    def __init__(self, batch: Batch, index: list[int], grads: list[int], settings: Table) -> None:
+    def __init__(self, batch: Batch, words: list[int], index: list[int], head: int) -> None:
         import triton.language as tl
 
         from wngrad.optim import kernel
 
         self.batch, self.kernel, self.method = batch, kernel, batch.method
-        self._index, self._settings = index, settings.tensor
-        self._everyone = index == list(range(len(grads)))
-        self._grads = Table([grads[i] for i in index], batch.method.device)
+        self._index = None if index == list(range(len(words))) else index
+        self._words = Table(self._mine(words), batch.method.device)
+        self._settings, self._grads = self._words.tensor[:head], self._words.tensor[head:]
         self._scale = self._found = self._nothing = batch.coefs
         self._flags, self._scaled = {"SCALE": False, "FOUND": False}, False
         self._constants = {
@@ -114,10 +113,14 @@ class _Launch:
             "STAGES": batch.method.stages,
             "KINDS": batch.kinds,
         }
-        self._ready: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        self._ready: dict[int, Callable[[], object]] = {}
 
-    def prepare(self, grads: list[int], scale: Tensor | None, found: Tensor | None) -> None:
-        self._grads.update(grads if self._everyone else [grads[i] for i in self._index])
+    def _mine(self, words: list[int]) -> list[int]:
+        """Those of the words that this batch reads."""
+        return words if self._index is None else [words[i] for i in self._index]
+
+    def prepare(self, words: list[int], scale: Tensor | None, found: Tensor | None) -> None:
+        self._words.update(self._mine(words))
         if scale is found is None and not self._scaled:
             return
         device, nothing = self.method.device, self._nothing
@@ -130,7 +133,7 @@ class _Launch:
         k, method = self.kernel, self.method
         if method.whole:
             if method.rounds and method.rule != Rule.ADAM:
-                k.count_steps[(len(self._index),)](
+                k.count_steps[(self._grads.numel(),)](
                     self.batch.records.tensor,
                     self._settings,
                     self._found,
@@ -160,14 +163,13 @@ class _Launch:
 
     def _tiles(self, mode: Any) -> None:
         if mode.value in self._ready and not self._scaled:
-            launch, arguments = self._ready[mode.value]
-            launch(*arguments)
+            self._ready[mode.value]()
             return
         batch = self.batch
         tensors = (
             batch.tiles,
             batch.records.tensor,
-            self._grads.tensor,
+            self._grads,
             self._settings,
             batch.layouts.tensor,
             batch.sums,
@@ -179,12 +181,10 @@ class _Launch:
         grid = (batch.tiles.numel(), 1, 1)
         compiled = self.kernel.step_tiles[grid](*tensors, **constants, num_warps=batch.method.warps)
         if compiled is not None and not self._scaled:  # None from the interpreter
-            # The next launch need not look for it, nor sort its arguments, nor ask the driver what
-            # each of them is: more than half of a launch's time.
             names = [name for name in self.kernel.step_tiles.arg_names if name in constants]
             where = (t.data_ptr() for t in tensors)
             arguments = (*where, *(constants[name] for name in names))
-            self._ready[mode.value] = compiled[grid], arguments
+            self._ready[mode.value] = _again(compiled, grid, arguments, batch.method.device)
 
     def _settle(self, settler: Settler, look: bool) -> None:
         method = self.method
@@ -206,6 +206,30 @@ class _Launch:
             R=settler.rows,
             WIDTH=settler.span,
         )
+
+
+def _again(
+    compiled: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], device: torch.device
+) -> Callable[[], object]:  # pragma: no cover, needs a GPU
+    """The launch of a kernel that has been launched before.
+
+    It need not be looked for, nor its arguments be sorted, nor the driver be asked what each of
+    them is, nor hooks be called that are not there: two thirds of a launch's time.
+    """
+    import triton
+
+    hooks, ordinary = triton.knobs.runtime, compiled[grid]
+    function, packed, index = compiled.function, compiled.packed_metadata, device.index
+
+    def launch() -> None:
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
+            ordinary(*arguments)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        compiled.run(*grid, stream, function, packed, None, None, None, *arguments)
+
+    has_hooks = hasattr(getattr(hooks, "launch_enter_hook", None), "calls")  # since Triton 3.4
+    return launch if has_hooks else partial(ordinary, *arguments)
 
 
 _HERE: AbstractContextManager[Any] = nullcontext()

@@ -15,7 +15,7 @@
 
 /* The words of a parameter's record; a layout follows: 4 sizes, then the 6 strides of each tensor. */
 enum { P, B, BUF, T, SKIPPED, LENGTH, ROWS, GROUP, HOLD, DENSE, LAYOUT, WORDS = LAYOUT + 22 };
-enum { LAM, LAM_KIND, MU, LOG_MU, DECAY_RATE, START, SIGN, SETTINGS }; /* of a group */
+enum { LAM, LAM_KIND, MU, LOG_MU, DECAY_RATE, START, SIGN, SPARE, SETTINGS }; /* of a group */
 enum { RECORD, ROW, COUNT, BEGIN, END, ITEM };                         /* of an item */
 enum { L_RECORD, L_ROW, L_FIRST, L_PIECES, LONG };                     /* of a row in pieces */
 enum { PLAIN, MOMENTUM, ADAM };          /* Algorithms 3, 3 with momentum, and 4 */

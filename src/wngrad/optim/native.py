@@ -29,7 +29,7 @@ from torch import Tensor
 
 from wngrad.optim.layout import Layout, layout
 from wngrad.optim.pieces import Family
-from wngrad.optim.tables import Method, Table, address
+from wngrad.optim.tables import Method, address
 
 PIECE = 2**16  # elements of an item of work, and of a piece of a row twice as long or longer
 ALONE = 2**15  # elements that are stepped before another thread would have woken up
@@ -135,10 +135,10 @@ class Launch:
         families: list[tuple[Family, int]],
         buffer: str,
         index: list[int],
-        settings: Table,
+        head: int,
     ) -> None:
         self.method = method
-        self._index, self._settings, self._step = index, settings, _library_or_fail().step
+        self._index, self._step = index, _library_or_fail().step
         records: list[int] = []
         sizes: list[Layout] = []
         for family, group in families:
@@ -150,7 +150,7 @@ class Launch:
             sizes.append(shape)
         whole, pieces, longs = _work(sizes)
         self._elements = sum(s.rows * s.length for s in sizes)
-        self._grads = np.zeros(len(index), np.int64)
+        self._words = np.zeros(len(index), np.int64)  # settings, `head` of them, and gradients
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
         # Held here, since the call only knows where they lie.
@@ -158,12 +158,13 @@ class Launch:
         self._sums = np.zeros(max(1, len(pieces) // 5))
         self._factors = np.zeros(max(1, len(longs) // 4 * 2), np.float32)
         rest = (_at(self._sums), _at(self._factors), method.rule, method.decay)
-        self._head = (_at(self._held[0]), len(index), _at(self._grads), settings.tensor.data_ptr())
+        now = _at(self._words)
+        self._head = (_at(self._held[0]), len(sizes), now + 8 * head, now)
         work = (_at(self._held[1]), len(whole) // 5, (len(whole) + len(pieces)) // 5)
         self._tail = (*work, _at(self._held[2]), len(longs) // 4, *rest, method.skip, method.latch)
 
-    def prepare(self, grads: list[int], scale: Tensor | None, found: Tensor | None) -> None:
-        self._grads[:] = [grads[i] for i in self._index]
+    def prepare(self, words: list[int], scale: Tensor | None, found: Tensor | None) -> None:
+        self._words[:] = [words[i] for i in self._index]
         self._scale, self._found = _here(scale), _here(found)
 
     def step(self) -> None:

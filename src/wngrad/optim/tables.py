@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
@@ -30,7 +31,11 @@ class Tiling(NamedTuple):
 # and for ResNet-18, where one warp for each row waits for no other (43 µs instead of 49 in float32,
 # 22 instead of 51 in bfloat16).
 _HALF, _SMALL_HALF = Tiling((2**12, 2**13), 2**11, 1), Tiling((2**9,), 2**9, 5)
-LARGE = {torch.float32: Tiling((2**11,), 2**10, 3), torch.bfloat16: _HALF, torch.float16: _HALF}
+LARGE = {
+    torch.float32: Tiling((2**11, 2**13), 2**9, 1),
+    torch.bfloat16: _HALF,
+    torch.float16: _HALF,
+}
 SMALL = {
     torch.float32: Tiling((2**9,), 2**9, 3),
     torch.bfloat16: _SMALL_HALF,
@@ -38,50 +43,33 @@ SMALL = {
 }
 SMALL_SET = 2**25  # parameters
 MOST_TILES, PROGRAMS = 16, 2**13  # of one program, as long as there are so many programs left
-_SLOTS = 8
 LONGEST = 2**16  # longer rows are cut between programs, which reads their gradient twice
 _SINGLE, _JOINT = (1, 4096), (128, 16)  # rows × summands that a program settles at once
 
 
 class Table:
-    """Words of 64 bits on the device, sent again when one of them changes. Waits for nothing.
+    """Words of 64 bits on the device, sent again when one of them changes.
 
-    (Unless the device is eight sendings behind: then for the oldest to be over.)
+    Nothing waits for that: CUDA takes up to 64 KB of ordinary memory with the call, and has them
+    when it returns. (From pinned memory they would be taken later, and an event would have to say
+    when; that took the host twice as long.)
     """
 
     def __init__(self, words: Sequence[int], device: torch.device) -> None:
         self.tensor = torch.empty(max(1, len(words)), dtype=torch.int64, device=device)
         self.words: Sequence[int] = ()
-        self._ring: list[tuple[Tensor, Any, torch.cuda.Event | None]] = []
-        self._turn = 0
+        self._staged = torch.empty(len(words), dtype=torch.int64, device="cpu")
+        self._write = partial(
+            struct.Struct(f"{len(words)}q").pack_into, self._staged.numpy().data, 0
+        )
         self.update(words)
 
     def update(self, words: Sequence[int]) -> None:
         if words == self.words or not words:
             return
-        staged, view, sent = self._slot(len(words))
-        view[:] = words
-        self.tensor.copy_(staged, non_blocking=True)
-        if sent is not None:
-            sent.record(torch.cuda.current_stream(self.tensor.device))
+        self._write(*words)
+        self.tensor.copy_(self._staged, non_blocking=True)
         self.words = words
-
-    def _slot(self, size: int) -> tuple[Tensor, Any, torch.cuda.Event | None]:
-        """Memory from which nothing is being sent."""
-        if len(self._ring) < _SLOTS:
-            cuda = self.tensor.is_cuda
-            staged = torch.empty(size, dtype=torch.int64, pin_memory=cuda)
-            self._ring.append((staged, staged.numpy(), _event() if cuda else None))
-            return self._ring[-1]
-        self._turn = (self._turn + 1) % _SLOTS
-        slot = self._ring[self._turn]
-        if slot[2] is not None:
-            slot[2].synchronize()
-        return slot
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 class Rule(IntEnum):
