@@ -108,7 +108,7 @@ class BlockOptimizer(Optimizer):
         """Take the step if an earlier one was like it, all of it fused."""
         if self._engine.latest is None or fused.watched():
             return False
-        now = glance(self)
+        now = glance(self, self._engine.before)
         plan = self._engine.earlier(now)
         if plan is None or now is None or plan.left:
             return False
@@ -116,7 +116,7 @@ class BlockOptimizer(Optimizer):
         return True
 
     def _plan(self, families: list[Family]) -> tuple[Plan, Glance]:
-        now = glance(self)
+        now = glance(self, None)
         assert now is not None  # its families have been made
         plan = self._engine.earlier(now)
         if plan is None or not plan.knows(family.pieces[0].param for family in families):

@@ -151,35 +151,38 @@ class Engine:
     def __init__(self) -> None:
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self.latest: Plan | None = None
+        self.before: Glance | None = None  # the latest step, if its plan may be used again
         self._captured: list[Plan] = []  # graphs read their tables for as long as they live
 
     def earlier(self, now: Glance | None) -> Plan | None:
         """The plan of an earlier step like this one, unless a graph is being captured."""
         if now is None or _capturing():
             return None
-        if self.latest is None or self.latest.key != now.key:
+        if self.before is not None and now.like(self.before):
+            found = self.latest
+        else:
             found = self._plans.get(now.frozen())
-            self.latest = found or self.latest
-            return found
-        return self.latest
+        if found is not None:
+            self.latest, self.before = found, now
+        return found
 
     def forget(self) -> None:
         """There is other state now, which may lie where the old one lay."""
         self._plans.clear()
-        self.latest = None
+        self.latest = self.before = None
 
     def plan(self, opt: BlockOptimizer, families: list[Family], now: Glance) -> Plan:
         """A new plan. For a graph it is filled outside of it, so that replays only read."""
         if _capturing():
             with _outside_the_graph():
                 plan = _plan(opt, families, now)
-            plan.key = []  # No other step may change its tables.
             self._captured.append(plan)
+            self.latest, self.before = plan, None  # No other step may change its tables.
         else:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
             self._plans[now.frozen()] = plan = _plan(opt, families, now)
-        self.latest = plan
+            self.latest, self.before = plan, now
         return plan
 
 

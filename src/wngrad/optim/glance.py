@@ -48,16 +48,26 @@ class Rate(NamedTuple):
 class Glance(NamedTuple):
     """A step that is due."""
 
-    key: list[Any]  # what its plan depends on
+    simple: bool  # every parameter and its gradient are plain memory
+    where: list[int]  # where parameters and state lie
+    key: list[Any]  # all else that its plan depends on
     words: list[int]  # the numbers of each group, then where the gradients lie
 
     def frozen(self) -> tuple[Any, ...]:
         """The key as one for a dictionary."""
-        return tuple(tuple(part) if isinstance(part, list) else part for part in self.key)
+        parts = (self.where, *self.key)
+        return tuple(tuple(part) if isinstance(part, list) else part for part in parts)
+
+    def like(self, other: Glance) -> bool:
+        """Whether one plan does for both."""
+        return (self.where is other.where or self.where == other.where) and self.key == other.key
 
 
-def glance(opt: BlockOptimizer) -> Glance | None:
-    """The step that is due, or None if a setting must be put right first."""
+def glance(opt: BlockOptimizer, before: Glance | None) -> Glance | None:
+    """The step that is due, or None if a setting must be put right first.
+
+    What is as it was `before` is not looked at any further.
+    """
     words: list[int] = []
     choices = []
     for group in opt.param_groups:
@@ -72,36 +82,41 @@ def glance(opt: BlockOptimizer) -> Glance | None:
         far = group["lr"].device if lam.kind else None
         choices.append((choice, blocks, opt._buffered(group), still, lam.kind, far))
     params = [p for group in opt.param_groups for p in group["params"]]
-    live, absent = list(map(_GRAD, params)), None
+    grads, absent = list(map(_GRAD, params)), None
     kept = list(chain.from_iterable(map(dict.values, opt.state.values())))
     try:
-        addresses = list(map(_ADDRESS, live))
+        addresses = list(map(_ADDRESS, grads))
         where = list(map(_ADDRESS, params + kept))
-        simple = all(addresses) and all(where)
-        dense = all(map(_DENSE, live))
-        strides = None if dense else list(map(_STRIDE, live))
-        sizes: list[Any] = list(map(_BYTES, live))
+        if before is not None and before.simple and where == before.where:
+            where, simple = before.where, all(addresses)
+        else:
+            simple = all(addresses) and all(where)
+        both = params + grads
+        strides: list[Any] | None = None if all(map(_DENSE, both)) else list(map(_STRIDE, both))
+        sizes: list[Any] = list(map(_BYTES, grads))
     except (RuntimeError, TypeError):
         simple = False
     if (
         not simple
     ):  # no gradient, a sparse one, a shard, an empty parameter, state of the user's own
-        absent = [g is None for g in live]
-        live = [g for g in live if g is not None]
-        addresses = list(map(_address, live))
+        absent = [g is None for g in grads]
+        grads = [g for g in grads if g is not None]
+        addresses = list(map(_address, grads))
         where = list(map(_address, params + kept))
-        strides, sizes = list(map(_layout, live)), [(g.dtype, g.numel()) for g in live]
+        strides = [*map(_STRIDE, params), *map(_layout, grads)]
+        sizes = [(g.dtype, g.numel()) for g in grads]
     # Loads are 16 bytes wide where all addresses allow it.
     odd = [a % 16 for a in addresses] if reduce(or_, addresses, 0) % 16 else None
-    key = [where, list(map(_STRIDE, params)), strides, sizes, absent, odd, choices]
     words += addresses
-    return Glance(key, words)
+    return Glance(simple, where, [strides, sizes, absent, odd, choices], words)
 
 
 def rate(lr: float | Tensor) -> Rate | None:
     """λ, or where it lies; None if it is not one number."""
+    if type(lr) is float:
+        return Rate(bits(lr + 0.0), 0)  # −0 becomes 0
     if not isinstance(lr, Tensor):
-        return Rate(bits(float(lr) + 0.0), 0)  # −0 becomes 0
+        return Rate(bits(float(lr) + 0.0), 0)
     if lr.numel() != 1 or lr.dim() > 2 or lr.is_complex():
         return None
     if lr.device.type == "cpu":

@@ -119,8 +119,15 @@ def _rounded(x, seed, col, DTYPE: tl.constexpr, ROUND: tl.constexpr):
 
 
 @triton.jit
-def _read(at, here, col, inside, layout, METHOD: tl.constexpr, STRIDES: tl.constexpr):
-    """x, the gradient and the buffer in these columns of the rows, and where x and buffer lie."""
+def _read(
+    at, here, col, inside, layout, METHOD: tl.constexpr, STRIDES: tl.constexpr, LAST: tl.constexpr
+):
+    """x, the gradient and the buffer in these columns of the rows, and where x and buffer lie.
+
+    What is read for the LAST time need not stay in the cache.
+    """
+    KEEP_G: tl.constexpr = "evict_first" if LAST else "evict_last"
+    KEEP_X: tl.constexpr = "evict_first" if LAST else ""
     p, g, m = at
     row, begin, start = here
     if STRIDES:
@@ -129,11 +136,11 @@ def _read(at, here, col, inside, layout, METHOD: tl.constexpr, STRIDES: tl.const
         at_m = m + _offsets(layout, 2, row, e)
     else:
         at_p, at_g, at_m = p + start + col, g + start + col, m + start + col
-    dg = tl.load(at_g, mask=inside, other=0.0)
-    x = tl.load(at_p, mask=inside, other=0.0)
+    dg = tl.load(at_g, mask=inside, other=0.0, eviction_policy=KEEP_G)
+    x = tl.load(at_p, mask=inside, other=0.0, eviction_policy=KEEP_X)
     buf = x
     if METHOD != PLAIN:
-        buf = tl.load(at_m, mask=inside, other=0.0)
+        buf = tl.load(at_m, mask=inside, other=0.0, eviction_policy=KEEP_X)
     return x, dg, buf, at_p, at_m
 
 
@@ -183,9 +190,21 @@ def _write(
     else:
         buf = tl.fma(mu, buf, rest * g)  # ĝ_j ← β ĝ_{j-1} + (1−β) g
         x = tl.fma(-lam, buf * inv, x)
-    tl.store(was[3], _rounded(x, seed, col, DTYPE, ROUND), mask=inside)
+    new = _rounded(x, seed, col, DTYPE, ROUND)
+    tl.store(was[3], new, mask=inside, eviction_policy="evict_first")
     if METHOD != PLAIN:
-        tl.store(was[4], buf.to(DTYPE), mask=inside)
+        tl.store(was[4], buf.to(DTYPE), mask=inside, eviction_policy="evict_first")
+
+
+@triton.jit
+def _held(r, row, there, METHOD: tl.constexpr):
+    """b and t of whole rows. They are asked for early, so that no norm has to wait for them."""
+    bs = tl.load(r + B).to(tl.pointer_type(tl.float32)) + row
+    b = tl.load(bs, mask=there, other=1.0)
+    t = b
+    if METHOD == ADAM:
+        t = tl.load(tl.load(r + T).to(tl.pointer_type(tl.float32)) + row, mask=there, other=0.0)
+    return b, t
 
 
 @triton.jit
@@ -194,6 +213,7 @@ def _settle(
     row,
     there,
     first,
+    held,
     sq,
     lam,
     conf,
@@ -205,9 +225,8 @@ def _settle(
     """Store b, t and the skips of whole rows; return 1/b, the rows that move, and their t."""
     bs = tl.load(r + B).to(tl.pointer_type(tl.float32)) + row
     t = tl.load(r + T).to(tl.pointer_type(tl.float32))
-    old = tl.load(bs, mask=there, other=1.0)
     start, hold = _real(tl.load(conf + START)), tl.load(r + HOLD) != 0
-    new, finite = _next_b(old, sq, lam, start, hold, LATCH)
+    new, finite = _next_b(held[0], sq, lam, start, hold, LATCH)
     live = there & (tl.where(there, lam, 0.0) != 0)  # none of them if λ = 0
     if SKIP:
         skips = tl.load(r + SKIPPED).to(tl.pointer_type(tl.int32)) + row
@@ -216,9 +235,9 @@ def _settle(
     tl.store(bs, new, mask=live)
     if LATCH:
         live = live & (new != 0)
-    steps = old
+    steps = held[1]
     if METHOD == ADAM:
-        steps = tl.load(t + row, mask=there, other=0.0) + live.to(tl.float32)
+        steps += live.to(tl.float32)
         tl.store(t + row, steps, mask=there)
     elif ROUND:  # has been counted before, since every program reads it
         steps = tl.load(t + row * 0, mask=there, other=0.0)
@@ -298,9 +317,11 @@ def _tile(
             inside = there[:, None] & (cols < width[:, None])
         start = row if COLS == 1 else row * length + begin  # the first element, in the parameter
         here = (row[:, None], begin[:, None], start[:, None])
+        if MODE == ALL:
+            held = _held(r, row, there, METHOD)
         # These stay in registers between the norm and the move. A longer row is read a second
         # time, from the cache.
-        was = _read(at, here, cols, inside, layout, METHOD, STRIDES)
+        was = _read(at, here, cols, inside, layout, METHOD, STRIDES, False)
 
         if MODE == MOVES:
             coef = coefs + (tl.load(r + ROOM) + row) * 2
@@ -313,7 +334,7 @@ def _tile(
             if LONG:
                 for c in tl.range(COLS, width, COLS, num_stages=STAGES):
                     more = there[:, None] & (c + cols < width)
-                    also = _read(at, here, c + cols, more, layout, METHOD, STRIDES)
+                    also = _read(at, here, c + cols, more, layout, METHOD, STRIDES, False)
                     squares += _squares(also, numbers, DECAY)
             sq = tl.sum(squares, axis=1)
             if MODE == SUMS:
@@ -321,7 +342,7 @@ def _tile(
             else:
                 opens = (pid == first) & (k == 0)
                 inv, live, steps = _settle(
-                    r, row, there, opens, sq, lam, conf, METHOD, SKIP, LATCH, ROUND
+                    r, row, there, opens, held, sq, lam, conf, METHOD, SKIP, LATCH, ROUND
                 )
 
         if MODE != SUMS:
@@ -332,7 +353,7 @@ def _tile(
             if LONG:
                 for c in tl.range(COLS, width, COLS, num_stages=STAGES):
                     more = on & (c + cols < width)
-                    was = _read(at, here, c + cols, more, layout, METHOD, STRIDES)
+                    was = _read(at, here, c + cols, more, layout, METHOD, STRIDES, True)
                     _write(was, c + cols, more, inv, seed, numbers, DTYPE, METHOD, DECAY, ROUND)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,7 +46,7 @@ class Plan:
     def __init__(
         self, opt: BlockOptimizer, families: list[Family], left: dict[Tensor, str], now: Glance
     ) -> None:
-        self.key, self.left = now.key, left
+        self.left = left
         every = [p for group in opt.param_groups for p in group["params"]]
         self._params = set(every)
         number = {id(group): i for i, group in enumerate(opt.param_groups)}
@@ -69,6 +69,7 @@ class Plan:
             else:
                 batch = Batch(method, some, opt._buffer)
                 self._launches.append(_Launch(batch, now.words, index, head))
+        self._careful = [x for x in self._launches if isinstance(x, _Launch) and x.method.looks]
 
     def knows(self, params: Iterable[Tensor]) -> bool:
         """Whether it is of these parameters, not of others that have come to lie there."""
@@ -78,12 +79,11 @@ class Plan:
         """Take the step; or change nothing and say which parameter must not be stepped."""
         for launch in self._launches:
             launch.prepare(now.words, scale, found)
-        for launch in self._launches:
-            if isinstance(launch, _Launch) and (bad := launch.bad()) is not None:
+        for launch in self._careful:
+            if (bad := launch.bad()) is not None:
                 return bad
         for launch in self._launches:
-            with _on(launch.method.device):
-                launch.step()
+            launch.step()
         torch.autograd.graph.increment_version(self._moved)
         return None
 
@@ -130,6 +130,13 @@ class _Launch:
         self._scaled = any(self._flags.values())
 
     def step(self) -> None:
+        if _away(self.method.device):
+            with torch.cuda.device(self.method.device):
+                self._step()
+        else:
+            self._step()
+
+    def _step(self) -> None:
         k, method = self.kernel, self.method
         if method.whole:
             if method.rounds and method.rule != Rule.ADAM:
@@ -149,9 +156,7 @@ class _Launch:
 
     def bad(self) -> Refused | None:
         """A parameter with rows that are not finite, if that is to be known. Then it waits."""
-        if not self.method.looks:
-            return None
-        with _on(self.method.device):
+        with torch.cuda.device(self.method.device) if _away(self.method.device) else nullcontext():
             self._tiles(self.kernel.SUMS)
             for settler in self.batch.settlers:
                 self._settle(settler, look=True)
@@ -232,12 +237,9 @@ def _again(
     return launch if has_hooks else partial(ordinary, *arguments)
 
 
-_HERE: AbstractContextManager[Any] = nullcontext()
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    here = device.type != "cuda" or device.index == torch.cuda.current_device()
-    return _HERE if here else torch.cuda.device(device)
+def _away(device: torch.device) -> bool:
+    """Whether it is a GPU, and not the current one."""
+    return device.type == "cuda" and device.index != torch.cuda.current_device()
 
 
 def interpreted() -> bool:
