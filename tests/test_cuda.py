@@ -215,7 +215,7 @@ def test_a_step_outside_a_graph_leaves_its_replays_alone(optimizer):
 
 
 def test_a_fused_step_never_waits_though_gradients_move(optimizer):
-    """Nor if some are missing, more often than a table has room to send from."""
+    """Nor if some are missing."""
     model = network().cuda()
     opt = optimizer(model.parameters(), fused=True)
     train(model, opt, 2)
@@ -229,6 +229,51 @@ def test_a_fused_step_never_waits_though_gradients_move(optimizer):
             opt.step()
     torch.cuda.synchronize()
     assert not opt.why_plain()
+
+
+def test_steps_are_issued_and_none_is_mixed_up_however_far_the_device_is_behind():
+    """With more gradients than are sent at once, each of them elsewhere in every step."""
+    params = [nn.Parameter(torch.zeros(2, device="cuda")) for _ in range(9000)]
+    opt = WNGrad(params, lr=1.0, b_init=1e30, fused=True)  # moves by 1e-30 of the gradient
+    sets = [torch.full((9000, 2), 2.0**k, device="cuda") for k in range(4)]
+    grads = [list(some.unbind()) for some in sets]
+
+    def step(k):
+        for p, g in zip(params, grads[k], strict=True):
+            p.grad = g
+        opt.step()
+
+    step(0)  # makes the plan
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4_000_000_000)
+    done = torch.cuda.Event()
+    done.record()
+    for k in (1, 2, 3):
+        step(k)
+    assert not done.query()  # The device has not begun with them.
+    moved = torch.stack([p.detach() for p in params])
+    torch.testing.assert_close(moved, torch.full_like(moved, -15e-30), rtol=1e-6, atol=0.0)
+
+
+def test_hooks_of_triton_s_launches_are_called():
+    """As its profiler needs."""
+    import triton
+
+    (a, one, _), _ = fused_twins(WNGrad)
+    names = []
+
+    def hook(about):
+        names.append(about.get()["name"])
+
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        for k in range(3):
+            give(a, k)
+            one.step()
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    one.step()
+    assert len(names) >= 3 and set(names) == {"step_tiles"}
 
 
 @pytest.mark.parametrize(

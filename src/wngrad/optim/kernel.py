@@ -126,8 +126,7 @@ def _read(
 
     What is read for the LAST time need not stay in the cache.
     """
-    KEEP_G: tl.constexpr = "evict_first" if LAST else "evict_last"
-    KEEP_X: tl.constexpr = "evict_first" if LAST else ""
+    KEEP: tl.constexpr = "evict_first" if LAST else "evict_last"
     p, g, m = at
     row, begin, start = here
     if STRIDES:
@@ -136,11 +135,11 @@ def _read(
         at_m = m + _offsets(layout, 2, row, e)
     else:
         at_p, at_g, at_m = p + start + col, g + start + col, m + start + col
-    dg = tl.load(at_g, mask=inside, other=0.0, eviction_policy=KEEP_G)
-    x = tl.load(at_p, mask=inside, other=0.0, eviction_policy=KEEP_X)
+    dg = tl.load(at_g, mask=inside, other=0.0, eviction_policy=KEEP)
+    x = tl.load(at_p, mask=inside, other=0.0, eviction_policy=KEEP)
     buf = x
     if METHOD != PLAIN:
-        buf = tl.load(at_m, mask=inside, other=0.0, eviction_policy=KEEP_X)
+        buf = tl.load(at_m, mask=inside, other=0.0, eviction_policy=KEEP)
     return x, dg, buf, at_p, at_m
 
 

@@ -261,7 +261,7 @@ def _method(opt: BlockOptimizer, family: Family, small: bool) -> Method:
     longest = max(_length(part) for part in family.pieces)
     alone = len(family.pieces) + len(family.absent) == 1
     whole = alone and not looks and longest <= LONGEST
-    cut = (SMALL if small and whole else LARGE)[part.p.dtype]
+    cut = SMALL if small and whole else LARGE[part.p.dtype]
     tile = next((n for n in cut.tiles if longest <= n), cut.tiles[-1]) if whole else cut.tiles[0]
     native = natively(part.p, group)
     return Method(
