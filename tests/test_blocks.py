@@ -261,7 +261,7 @@ def test_a_parameter_stepped_some_rows_at_a_time_is_stepped_as_ever(
     for large in (blocks.LARGE, 40):
         monkeypatch.setattr(blocks, "LARGE", large)
         p = nn.Parameter(start.clone())
-        opt = make([p], **options)
+        opt = make([p], fused=False, **options)
         for k in range(3):
             p.grad = torch.cos(torch.arange(37 * 5.0) + k).view(37, 5).to(dtype)
             p.grad[3] = 0

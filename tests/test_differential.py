@@ -167,12 +167,12 @@ def test_large_tensors_are_cut_without_changing_the_result(make, monkeypatch):
     start = torch.randn(64, 33)
     results = []
     for size in (10, 100, 10**9):
-        monkeypatch.setattr("wngrad.optim.blocks.CHUNK", size)
+        monkeypatch.setattr("wngrad.optim.blocks.at_once", lambda t, size=size: size)
         draw = torch.Generator().manual_seed(0)
         outcome = []
         for per in ("neuron", "tensor", lambda p: (8, 3)):
             p = nn.Parameter(start.clone())
-            opt = make([p], per=per, weight_decay=0.1, nonfinite="skip")
+            opt = make([p], per=per, weight_decay=0.1, nonfinite="skip", fused=False)
             for _ in range(3):
                 p.grad = torch.randn(64, 33, generator=draw)
                 opt.step()

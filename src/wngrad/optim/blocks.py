@@ -22,6 +22,7 @@ Per = PerName | Sequence[Sequence[int]] | Callable[[Tensor], Sequence[int]]
 # float32 parameters on two CPU cores (48 ms; 57 with 2^16, 109 with 2^20), but runs differ by half.
 CHUNK = 2**18
 LARGE = 2**20  # where there are no temporaries
+FAR = 2**22  # not on a CPU: there a few launches matter more than the cache
 IN_PLACE = (torch.float32, torch.float64)  # types a CPU can move in place: x needs none wider
 
 
@@ -83,11 +84,16 @@ def split(t: Tensor, blocks: Shape) -> tuple[Tensor, Shape]:
     return (t if len(shape) == t.dim() else t.view(shape)), tuple(b_shape)
 
 
-def chunks(
-    whole: bool, first: Tensor, *rest: Tensor | None, most: int | None = None
-) -> Iterator[tuple[Tensor | None, ...]]:
+def at_once(t: Tensor) -> int:
+    """How many elements of it are worked on at once."""
+    if t.device.type != "cpu":
+        return FAR
+    return LARGE if t.dtype in IN_PLACE else CHUNK
+
+
+def chunks(whole: bool, first: Tensor, *rest: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
     """The tensors cut alike along dimension 0; what broadcasts there is handed over uncut."""
-    tensors, most = (first, *rest), most or CHUNK
+    tensors, most = (first, *rest), at_once(first)
     if whole or first.dim() == 0 or first.numel() <= most:
         yield tensors
         return

@@ -46,13 +46,9 @@ def split(family: Family) -> Iterator[Family]:
     if part.p.numel() <= blocks.LARGE or b.shape[0] != n or family.group["stochastic_rounding"]:
         yield family
         return
-    rows = max(1, _most(part.p) * n // part.p.numel())
+    rows = max(1, blocks.at_once(part.p) * n // part.p.numel())
     for i in range(0, n, rows):
         yield replace(family, pieces=[_rows(part, i, i + rows, last=i + rows >= n)])
-
-
-def _most(p: Tensor) -> int:
-    return blocks.LARGE if p.dtype in blocks.IN_PLACE else blocks.CHUNK
 
 
 def _rows(part: Piece, start: int, stop: int, last: bool) -> Piece:

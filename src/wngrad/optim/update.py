@@ -123,8 +123,7 @@ def _move_in_place(
 ) -> None:
     group = family.group
     still = live is not None and not bool(live.all())  # some blocks stay: they are put back
-    parts = _chunks(family, part.p, part.g, b, t, live, buffer, most=blocks.LARGE)
-    for p, g, b_, t_, on, buf in parts:
+    for p, g, b_, t_, on, buf in _chunks(family, part.p, part.g, b, t, live, buffer):
         before = [(x, x.clone()) for x in (p, buf) if still and x is not None]
         g_ = _gradient(p, g, family)
         if group["decoupled_weight_decay"] and group["weight_decay"]:
@@ -175,18 +174,14 @@ def _gradient(p: Tensor, g: Tensor, family: Family) -> Tensor:
     return g
 
 
-def _chunks(
-    family: Family, *tensors: Tensor | None, most: int | None = None
-) -> Iterator[tuple[Any, ...]]:
-    return blocks.chunks(family.traced, *cast(tuple[Tensor, ...], tensors), most=most)
+def _chunks(family: Family, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    return blocks.chunks(family.traced, *cast(tuple[Tensor, ...], tensors))
 
 
 def _sq_norm(part: Piece, family: Family) -> Tensor:
     """‖g‖² of each block of a piece, on this rank."""
     shape = tuple(part.state["b"].shape)
-    quick = part.p.device.type == "cpu" and part.p.dtype in blocks.IN_PLACE
-    most = blocks.LARGE if quick else None
-    pairs = _chunks(family, part.p, part.g, most=most)
+    pairs = _chunks(family, part.p, part.g)
     sums = [blocks.sq_norm(_gradient(p, g, family), shape, traced=family.traced) for p, g in pairs]
     if len(sums) == 1:
         return sums[0]
