@@ -166,9 +166,9 @@ class BlockOptimizer(Optimizer):
         asked = [p for p in proposals if p.family.group["nonfinite"] == "raise"]
         counts = [(~p.finite).sum() for p in asked]
         bad = sharded.over_ranks(counts, [p.piece.param for p in asked])
-        for count, (_, part, _, _) in zip(bad, asked, strict=True):
+        for count, proposal in zip(bad, asked, strict=True):
             if count:
-                self._refuse(part.param, count)
+                self._refuse(proposal.piece.param, count)
 
     def _refuse(self, p: Tensor, count: int) -> NoReturn:
         raise ValueError(

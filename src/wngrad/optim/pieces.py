@@ -53,6 +53,8 @@ class Proposal(NamedTuple):
     piece: Piece
     b: Tensor  # the new b; 0 where no gradient has set one yet, NaN where it would be infinite
     finite: Tensor  # blocks whose gradient and b are finite
+    live: Tensor | None  # blocks that take this step; None for all of them
+    divisor: Tensor  # b, and 1 where there is none
 
 
 def piece(param: Tensor, state: dict[str, Tensor], buffer: str, alone: bool) -> Piece:

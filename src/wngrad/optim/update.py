@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import add
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -37,38 +39,82 @@ class Algorithm(Protocol):
 def propose(families: list[Family]) -> list[Proposal]:
     """The new b of every piece: b_j ← b_{j-1} + λ²‖g‖²/b_{j-1}."""
     norms = _over_ranks([_norms(family) for family in families])
-    return [new for pair in zip(families, norms, strict=True) for new in _propose(*pair)]
+    alike: dict[Any, list[_Blocks]] = {}
+    for family, squares in zip(families, norms, strict=True):
+        for part, sq, b in zip(family.pieces, squares, _shared_b(family), strict=True):
+            some = _Blocks(family, part, sq, b)
+            alike.setdefault(some.kind, []).append(some)
+    return [proposal for some in alike.values() for proposal in _propose(some)]
 
 
-def _propose(family: Family, norms: list[Tensor]) -> list[Proposal]:
+class _Blocks(NamedTuple):
+    """The blocks of a piece: ‖g‖² and b of each."""
+
+    family: Family
+    piece: Piece
+    sq: Tensor
+    b: Tensor
+
+    @property
+    def kind(self) -> Any:
+        """What the rule of b depends on. A compiler needs no help, and puts nothing together."""
+        family = self.family
+        one = id(self.piece) if family.traced else None
+        return id(family.group), family.hold, self.b.device, self.b.dtype, one
+
+
+def _propose(alike: list[_Blocks]) -> list[Proposal]:
+    """What pieces of one kind are to do, in a few operations for all their blocks."""
+    family = alike[0].family
+    sq, b = _flat([some.sq for some in alike]), _flat([some.b for some in alike])
+    new, finite = _next_b(family, sq, b)
+    live = _live(family, new, finite)
+    divisor = torch.where(new == 0, 1, new)  # where there is no b yet nothing is written
+    of_each = zip(*(_cut(t, alike) for t in (new, finite, live, divisor)), strict=True)
+    return [
+        Proposal(some.family, some.piece, *found)
+        for some, found in zip(alike, of_each, strict=True)
+    ]
+
+
+def _flat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
+
+
+def _cut(flat: Tensor | None, alike: list[_Blocks]) -> Sequence[Any]:
+    """What `_flat` has put together, in its parts again."""
+    if flat is None or len(alike) == 1:
+        return [flat] * len(alike)
+    parts = torch.split(flat, [some.b.numel() for some in alike])
+    return [part.view_as(some.b) for part, some in zip(parts, alike, strict=True)]
+
+
+def _next_b(family: Family, sq: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The new b of blocks, and which of them are finite."""
     group, lam = family.group, family.lam
-    proposals = []
-    for part, sq, b in zip(family.pieces, norms, _shared_b(family), strict=True):
-        wide = b.to(sq.dtype, copy=group["differentiable"])
-        if isinstance(group["b_init"], tuple):
-            wide = _latched(wide, sq, lam, group["b_init"][1], torch.finfo(b.dtype))
-        if not family.hold:
-            # What has no b yet keeps none; 0·‖g‖² lets a NaN show all the same.
-            unset = wide == 0
-            wide = torch.where(unset, 0 * sq, rule.next_b(torch.where(unset, 1, wide), sq, lam))
-        new = wide.to(b.dtype)
-        finite = torch.isfinite(new) & torch.isfinite(sq)
-        # An infinite b would freeze the block for ever, and in silence. NaN shows.
-        new = torch.where(torch.isinf(new), torch.nan, new)
-        if isinstance(lam, Tensor):  # A step without rate changes nothing.
-            new, finite = torch.where(lam != 0, new, b), finite | (lam == 0)
-        proposals.append(Proposal(family, part, new, finite))
-    return proposals
+    wide = b.to(sq.dtype, copy=group["differentiable"])
+    if isinstance(group["b_init"], tuple):
+        wide = _latched(wide, sq, lam, group["b_init"][1], torch.finfo(b.dtype))
+    if not family.hold:
+        # What has no b yet keeps none; 0·‖g‖² lets a NaN show all the same.
+        unset = wide == 0
+        wide = torch.where(unset, 0 * sq, rule.next_b(torch.where(unset, 1, wide), sq, lam))
+    new = wide.to(b.dtype)
+    finite = torch.isfinite(new) & torch.isfinite(sq)
+    # An infinite b would freeze the block for ever, and in silence. NaN shows.
+    new = torch.where(torch.isinf(new), torch.nan, new)
+    if isinstance(lam, Tensor):  # A step without rate changes nothing.
+        new, finite = torch.where(lam != 0, new, b), finite | (lam == 0)
+    return new, finite
 
 
 def commit(proposal: Proposal, algorithm: Algorithm) -> None:
     """Move the parameter, and store what the step proposes."""
-    family, part, b, finite = proposal
-    group, state, live = family.group, part.state, _live(proposal)
+    family, part, b, finite, live, divisor = proposal
+    group, state = family.group, part.state
     t = state["t"] + _as_count(family.lam)
     if algorithm._counts_blocks and live is not None:
         t = torch.where(live, state["t"] + 1, state["t"])
-    divisor = torch.where(b == 0, 1, b)  # where there is no b yet nothing is written
     buffer = state.get(algorithm._buffer)
     move = _move_in_place if _in_place(proposal) else _move
     move(family, part, divisor, buffer, t, live, algorithm)
@@ -133,21 +179,21 @@ def _move_in_place(
             x.copy_(torch.where(on, x, old))
 
 
-def _live(proposal: Proposal) -> Tensor | None:
+def _live(family: Family, b: Tensor, finite: Tensor) -> Tensor | None:
     """The blocks that take this step, or None for all of them.
 
     Not those that are skipped, those that have no b yet, and none at all if λ is 0: a step without
     rate leaves buffers and counts alone, as a checkpoint loader's dummy step must.
     """
-    group, lam = proposal.family.group, proposal.family.lam
+    group, lam = family.group, family.lam
     masks = [lam != 0] if isinstance(lam, Tensor) else []
     if group["nonfinite"] == "skip":
-        masks.append(proposal.finite)
+        masks.append(finite)
     if isinstance(group["b_init"], tuple):
-        masks.append(proposal.b != 0)
+        masks.append(b != 0)
     if not masks:
         return None
-    live = torch.ones_like(proposal.finite)
+    live = torch.ones_like(finite)
     for mask in masks:
         live = live & mask
     return live
@@ -219,7 +265,7 @@ def _over_ranks(norms: list[_Norms]) -> list[list[Tensor]]:
         for sums, part in zip(mine, torch.split(total, [p.numel() for p in parts]), strict=True):
             sums[cuts] = part.to(sums[cuts].device)
     return [
-        [cast(Tensor, sum(family.sums.values())).to(sq.device).view_as(sq) for sq in family.like]
+        [reduce(add, family.sums.values()).to(sq.device).view_as(sq) for sq in family.like]
         for family in norms
     ]
 
