@@ -43,7 +43,8 @@ def propose(families: list[Family]) -> list[Proposal]:
     for family, squares in zip(families, norms, strict=True):
         for part, sq, b in zip(family.pieces, squares, _shared_b(family), strict=True):
             some = _Blocks(family, part, sq, b)
-            alike.setdefault(some.kind, []).append(some)
+            # A compiler needs no help: there nothing is put together.
+            alike.setdefault(len(alike) if family.traced else some.kind, []).append(some)
     return [proposal for some in alike.values() for proposal in _propose(some)]
 
 
@@ -57,10 +58,8 @@ class _Blocks(NamedTuple):
 
     @property
     def kind(self) -> Any:
-        """What the rule of b depends on. A compiler needs no help, and puts nothing together."""
-        family = self.family
-        one = id(self.piece) if family.traced else None
-        return id(family.group), family.hold, self.b.device, self.b.dtype, one
+        """What the rule of b depends on."""
+        return id(self.family.group), self.family.hold, self.b.device, self.b.dtype
 
 
 def _propose(alike: list[_Blocks]) -> list[Proposal]:
