@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from wngrad import WNAdam, WNGrad, neuron_groups
-from wngrad.optim import blocks
+from wngrad.optim import blocks, rows
 
 
 def rates_of(shape, per):
@@ -271,3 +271,32 @@ def test_a_parameter_stepped_some_rows_at_a_time_is_stepped_as_ever(
     (p, whole), (q, rows) = twin
     assert torch.equal(p, q)
     assert all(torch.equal(whole[key], rows[key]) for key in whole)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"nonfinite": "skip"}, {"b_init": "gradient"}, {"hold_1d": True}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+def test_parameters_settled_together_step_as_each_alone(make, dtype, options, monkeypatch):
+    """As on a GPU, with one operation for the b of all; an empty one and a 0-D one among them."""
+    shapes, runs = [(5, 7), (4,), (0, 3), (), (2, 3, 2)], []
+    for together in (True, False):
+        draw = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(s, generator=draw).to(dtype)) for s in shapes]
+        opts = [make(params, fused=False, **options)]
+        if together:
+            monkeypatch.setattr(rows, "_independent", lambda family: False)
+        else:
+            opts = [make([p], fused=False, **options) for p in params]
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=draw).to(dtype)
+            params[0].grad[1] = 0
+            params[1].grad[2] = torch.nan if "nonfinite" in options else 1
+            for opt in opts:
+                opt.step()
+        runs.append((params, [opt.state[p] for opt in opts for p in opt.param_groups[0]["params"]]))
+    (one, kept), (other, held) = runs
+    assert all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
+    assert all(torch.equal(a[k], b[k]) for a, b in zip(kept, held, strict=True) for k in a)
