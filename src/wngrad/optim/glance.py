@@ -96,9 +96,8 @@ def glance(opt: BlockOptimizer, before: Glance | None) -> Glance | None:
         sizes: list[Any] = list(map(_BYTES, grads))
     except (RuntimeError, TypeError):
         simple = False
-    if (
-        not simple
-    ):  # no gradient, a sparse one, a shard, an empty parameter, state of the user's own
+    # No gradient, a sparse one, a shard, an empty parameter, state of the user's own.
+    if not simple:
         absent = [g is None for g in grads]
         grads = [g for g in grads if g is not None]
         addresses = list(map(_address, grads))
