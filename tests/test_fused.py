@@ -425,6 +425,34 @@ def test_parameters_may_move_and_turn():
         both.step(1)
 
 
+@pytest.mark.parametrize("shape", [(8, 3), (24,)])
+def test_another_shape_in_the_same_memory_is_refused(shape):
+    both = Both(WNGrad, drawn((4, 6)))
+    both.step(0)
+    for p, opt in ((both.ours[0], both.fused), (both.theirs[0], both.plain)):
+        p.grad = None
+        p.data = p.data.view(shape)
+        p.grad = torch.ones_like(p)
+        with pytest.raises(ValueError, match="nor a shape may change"):
+            opt.step()
+
+
+def test_a_parameter_may_change_its_group_or_give_its_place_and_memory_to_another():
+    both = Both(WNGrad, drawn((2, 3), (2, 3), (2, 3)))
+    for opt in (both.fused, both.plain):
+        first = opt.param_groups[0]
+        opt.add_param_group({"params": [first["params"].pop()], "lr": 0.01})
+    both.step(0)
+    for opt in (both.fused, both.plain):
+        first, second = opt.param_groups
+        second["params"].insert(0, first["params"].pop())
+    both.step(1)
+    for params, opt in ((both.ours, both.fused), (both.theirs, both.plain)):
+        params[0] = opt.param_groups[0]["params"][0] = nn.Parameter(params[0].data)
+    both.step(2)
+    assert both.fused.state[both.ours[0]]["t"].item() == 1
+
+
 def test_other_state_is_seen():
     both = Both(WNGrad, drawn((3, 5)), momentum=0.9)
     both.step(0)

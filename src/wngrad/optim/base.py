@@ -119,7 +119,7 @@ class BlockOptimizer(Optimizer):
         now = glance(self, None)
         assert now is not None  # its families have been made
         plan = self._engine.earlier(now)
-        if plan is None or not plan.knows(family.pieces[0].param for family in families):
+        if plan is None:
             plan = self._engine.plan(self, families, now)
         for family in families:
             param = family.pieces[0].param

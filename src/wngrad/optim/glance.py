@@ -48,7 +48,7 @@ class Rate(NamedTuple):
 class Glance(NamedTuple):
     """A step that is due."""
 
-    simple: bool  # every parameter and its gradient are plain memory
+    simple: bool  # parameters, gradients and state are plain memory
     where: list[int]  # where parameters and state lie
     key: list[Any]  # all else that its plan depends on
     words: list[int]  # the numbers of each group, then where the gradients lie
@@ -80,7 +80,8 @@ def glance(opt: BlockOptimizer, before: Glance | None) -> Glance | None:
         words += numbers
         still = lam == (0, 0)  # A group without rate takes no part.
         far = group["lr"].device if lam.kind else None
-        choices.append((choice, blocks, opt._buffered(group), still, lam.kind, far))
+        members = len(group["params"])
+        choices.append((choice, blocks, members, opt._buffered(group), still, lam.kind, far))
     params = [p for group in opt.param_groups for p in group["params"]]
     grads, absent = list(map(_GRAD, params)), None
     kept = list(chain.from_iterable(map(dict.values, opt.state.values())))
@@ -91,8 +92,7 @@ def glance(opt: BlockOptimizer, before: Glance | None) -> Glance | None:
             where, simple = before.where, all(addresses)
         else:
             simple = all(addresses) and all(where)
-        both = params + grads
-        strides: list[Any] | None = None if all(map(_DENSE, both)) else list(map(_STRIDE, both))
+        strides: list[Any] | None = None if all(map(_DENSE, grads)) else list(map(_STRIDE, grads))
         sizes: list[Any] = list(map(_BYTES, grads))
     except (RuntimeError, TypeError):
         simple = False
@@ -102,12 +102,14 @@ def glance(opt: BlockOptimizer, before: Glance | None) -> Glance | None:
         grads = [g for g in grads if g is not None]
         addresses = list(map(_address, grads))
         where = list(map(_address, params + kept))
-        strides = [*map(_STRIDE, params), *map(_layout, grads)]
+        strides = list(map(_layout, grads))
         sizes = [(g.dtype, g.numel()) for g in grads]
     # Loads are 16 bytes wide where all addresses allow it.
     odd = [a % 16 for a in addresses] if reduce(or_, addresses, 0) % 16 else None
     words += addresses
-    return Glance(simple, where, [strides, sizes, absent, odd, choices], words)
+    # Strides and sizes say what shape a parameter has; another one may have come to lie there.
+    who, shapes = list(map(id, params)), list(map(_STRIDE, params))
+    return Glance(simple, where, [who, shapes, strides, sizes, absent, odd, choices], words)
 
 
 def rate(lr: float | Tensor) -> Rate | None:

@@ -23,7 +23,7 @@ P, B, BUF, T, SKIPPED, LENGTH, ROWS, PIECES, PIECE = map(tl.constexpr, range(9))
 FIRST, SPAN, GROUP, HOLD, PARTS, ROOM, WORDS = map(tl.constexpr, range(9, 16))
 PARAMETERS = tl.constexpr(2**24)  # at most: a program's word is that times the kind, and an index
 # The words of a group's settings, an even number, so that what follows them is aligned.
-LAM, LAM_KIND, MU, LOG_MU, DECAY_RATE, START, SIGN, _, SETTINGS = map(tl.constexpr, range(9))
+LAM, LAM_KIND, MU, LOG_MU, DECAY_RATE, START, SIGN, SPARE, SETTINGS = map(tl.constexpr, range(9))
 # The words of a strided layout: sizes, then for each of p, g and the buffer two strides between
 # rows and four within one.
 LAYOUT = tl.constexpr(22)
@@ -120,13 +120,13 @@ def _rounded(x, seed, col, DTYPE: tl.constexpr, ROUND: tl.constexpr):
 
 @triton.jit
 def _read(
-    at, here, col, inside, layout, METHOD: tl.constexpr, STRIDES: tl.constexpr, LAST: tl.constexpr
+    at, here, col, inside, layout, METHOD: tl.constexpr, STRIDES: tl.constexpr, AGAIN: tl.constexpr
 ):
     """x, the gradient and the buffer in these columns of the rows, and where x and buffer lie.
 
-    What is read for the LAST time need not stay in the cache.
+    A long row that is read AGAIN need not stay in the cache. To keep all else was the fastest.
     """
-    KEEP: tl.constexpr = "evict_first" if LAST else "evict_last"
+    KEEP: tl.constexpr = "evict_first" if AGAIN else "evict_last"
     p, g, m = at
     row, begin, start = here
     if STRIDES:

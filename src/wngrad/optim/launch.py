@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,7 +48,7 @@ class Plan:
     ) -> None:
         self.left = left
         every = [p for group in opt.param_groups for p in group["params"]]
-        self._params = set(every)
+        self._params = every  # held, so that no other takes the place of one in a glance
         number = {id(group): i for i, group in enumerate(opt.param_groups)}
         order = {p: i for i, p in enumerate(p for p in every if p.grad is not None)}
         batches: dict[Method, list[tuple[Family, int]]] = {}
@@ -70,10 +70,6 @@ class Plan:
                 batch = Batch(method, some, opt._buffer)
                 self._launches.append(_Launch(batch, now.words, index, head))
         self._careful = [x for x in self._launches if isinstance(x, _Launch) and x.method.looks]
-
-    def knows(self, params: Iterable[Tensor]) -> bool:
-        """Whether it is of these parameters, not of others that have come to lie there."""
-        return all(p in self._params for p in params)
 
     def run(self, now: Glance, scale: Tensor | None, found: Tensor | None) -> Refused | None:
         """Take the step; or change nothing and say which parameter must not be stepped."""
@@ -233,8 +229,9 @@ def _again(
         stream = torch._C._cuda_getCurrentRawStream(index)
         compiled.run(*grid, stream, function, packed, None, None, None, *arguments)
 
-    has_hooks = hasattr(getattr(hooks, "launch_enter_hook", None), "calls")  # since Triton 3.4
-    return launch if has_hooks else partial(ordinary, *arguments)
+    # The call and the hooks are those of Triton 3.4 and later.
+    known = triton.__version__.startswith("3.") and hasattr(hooks.launch_enter_hook, "calls")
+    return launch if known else partial(ordinary, *arguments)
 
 
 def _away(device: torch.device) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
@@ -39,7 +40,8 @@ SMALL = Tiling((2**8,), 2**8, 5)
 SMALL_SET = 2**25  # parameters
 MOST_TILES, PROGRAMS = 16, 2**13  # of one program, as long as there are so many programs left
 LONGEST = 2**16  # longer rows are cut between programs, which reads their gradient twice
-_SENT = 2**12  # words at once
+_SENT = 2**12  # words at once, half of what CUDA takes with a call
+_TAKEN = platform.machine() in ("x86_64", "AMD64") and torch.version.hip is None
 _SINGLE, _JOINT = (1, 4096), (128, 16)  # rows × summands that a program settles at once
 
 
@@ -48,7 +50,8 @@ class Table:
 
     Nothing waits for that: CUDA takes up to 64 KB of ordinary memory with the call, and has them
     when it returns. (From pinned memory they would be taken later, and an event would have to say
-    when; that took the host twice as long.)
+    when; that took the host twice as long.) Where a device may read the host's memory by itself,
+    at a time of its own, the call waits.
     """
 
     def __init__(self, words: Sequence[int], device: torch.device) -> None:
@@ -65,7 +68,7 @@ class Table:
             return
         self._write(*words)
         for there, here in self._sent:
-            there.copy_(here, non_blocking=True)
+            there.copy_(here, non_blocking=_TAKEN)
         self.words = words
 
 

@@ -44,8 +44,8 @@ class WNGrad(BlockOptimizer):
         maximize: go up instead of down.
         differentiable: let autograd see the step.
         fused: take the step in one kernel that reads and writes everything once. None: where that
-            is possible (CUDA, with Triton); True: insist, or say why not; False: never. See
-            `why_plain`.
+            is possible (CUDA with Triton, a CPU with a C compiler); True: insist, or say why not;
+            False: never. See `why_plain`.
         stochastic_rounding: round new bfloat16 parameters up or down at random, so that updates too
             small for the type are not lost.
 
