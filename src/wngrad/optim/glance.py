@@ -114,10 +114,8 @@ def glance(opt: BlockOptimizer, before: Glance | None) -> Glance | None:
 
 def rate(lr: float | Tensor) -> Rate | None:
     """λ, or where it lies; None if it is not one number."""
-    if type(lr) is float:
-        return Rate(bits(lr + 0.0), 0)  # −0 becomes 0
     if not isinstance(lr, Tensor):
-        return Rate(bits(float(lr) + 0.0), 0)
+        return Rate(bits(float(lr) + 0.0), 0)  # −0 becomes 0
     if lr.numel() != 1 or lr.dim() > 2 or lr.is_complex():
         return None
     if lr.device.type == "cpu":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -126,10 +126,7 @@ class _Launch:
         self._scaled = any(self._flags.values())
 
     def step(self) -> None:
-        if _away(self.method.device):
-            with torch.cuda.device(self.method.device):
-                self._step()
-        else:
+        with _on(self.method.device):
             self._step()
 
     def _step(self) -> None:
@@ -152,7 +149,7 @@ class _Launch:
 
     def bad(self) -> Refused | None:
         """A parameter with rows that are not finite, if that is to be known. Then it waits."""
-        with torch.cuda.device(self.method.device) if _away(self.method.device) else nullcontext():
+        with _on(self.method.device):
             self._tiles(self.kernel.SUMS)
             for settler in self.batch.settlers:
                 self._settle(settler, look=True)
@@ -215,7 +212,7 @@ def _again(
     """The launch of a kernel that has been launched before.
 
     It need not be looked for, nor its arguments be sorted, nor the driver be asked what each of
-    them is, nor hooks be called that are not there: two thirds of a launch's time.
+    them is, nor hooks be called that are not there: more than half of a launch's time.
     """
     import triton
 
@@ -234,9 +231,12 @@ def _again(
     return launch if known else partial(ordinary, *arguments)
 
 
-def _away(device: torch.device) -> bool:
-    """Whether it is a GPU, and not the current one."""
-    return device.type == "cuda" and device.index != torch.cuda.current_device()
+_HERE: AbstractContextManager[Any] = nullcontext()
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    here = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return _HERE if here else torch.cuda.device(device)
 
 
 def interpreted() -> bool:
