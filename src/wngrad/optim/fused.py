@@ -88,11 +88,6 @@ def why_not(family: Family, buffer: str) -> str | None:
         return f"`lr` is on {lr.device}"
     if not all(_readable(b, torch.float32, device) for b in family.absent):
         return "a relative's b is of another type or on another device"
-    if launch.natively(family.pieces[0].p, family.group):
-        if len(family.pieces) + len(family.absent) > 1:
-            return "it shares its b with others, on a CPU"
-        if family.group["nonfinite"] == "raise":
-            return "`nonfinite` is 'raise', on a CPU"
     reasons = (_why_not(part, family.group, buffer) for part in family.pieces)
     return next((reason for reason in reasons if reason), None)
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from wngrad.optim.tables import (
     Batch,
     Decay,
     Method,
+    Refused,
     Rule,
     Settler,
     Table,
@@ -31,13 +32,6 @@ from wngrad.optim.tables import (
 
 if TYPE_CHECKING:
     from wngrad.optim.base import BlockOptimizer
-
-
-class Refused(NamedTuple):
-    """A parameter with blocks that are not finite."""
-
-    param: Tensor
-    blocks: int
 
 
 class Plan:
@@ -69,7 +63,7 @@ class Plan:
             else:
                 batch = Batch(method, some, opt._buffer)
                 self._launches.append(_Launch(batch, now.words, index, head))
-        self._careful = [x for x in self._launches if isinstance(x, _Launch) and x.method.looks]
+        self._careful = [launch for launch in self._launches if launch.method.looks]
 
     def run(self, now: Glance, scale: Tensor | None, found: Tensor | None) -> Refused | None:
         """Take the step; or change nothing and say which parameter must not be stepped."""

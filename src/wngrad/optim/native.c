@@ -3,8 +3,9 @@
  * `wngrad.optim.update` is the reference; tests/test_native.py holds this file to it.
  * `wngrad.optim.native` compiles it where it runs, lays out the tables, and calls `step`.
  *
- * A block of entries that share one b is a row. Rows are dealt out to threads as items of some rows
- * each; a row that is too long for that is cut into pieces, summed first and moved in a second pass.
+ * A block of entries that share one b is a row; the parameters of a family share theirs row by row.
+ * Rows are dealt out to threads as items of some rows each; a row that is too long for that is cut
+ * into pieces, summed first and moved in a second pass.
  * Sums of squares and b's recursion are in float64, everything else in float32, rounded where torch's
  * own operations round (compile with -ffp-contract=off): with a λ that is a number the step is that
  * of the reference bit for bit (tried on x86), for any number of threads and any width of vectors.
@@ -16,17 +17,30 @@
 /* The words of a parameter's record; a layout follows: 4 sizes, then the 6 strides of each tensor. */
 enum { P, B, BUF, T, SKIPPED, LENGTH, ROWS, GROUP, HOLD, DENSE, LAYOUT, WORDS = LAYOUT + 22 };
 enum { LAM, LAM_KIND, MU, LOG_MU, DECAY_RATE, START, SIGN, SPARE, SETTINGS }; /* of a group */
-enum { RECORD, ROW, COUNT, BEGIN, END, ITEM };                         /* of an item */
-enum { L_RECORD, L_ROW, L_FIRST, L_PIECES, LONG };                     /* of a row in pieces */
+enum { FIRST, MEMBERS, ABSENT, ABSENTS, FAMILY };  /* its records, and the b of those not here */
+enum { OF, ROW, COUNT, SLOT, ITEM };               /* an item: rows of a family */
+enum { RECORD, P_ROW, FACTOR, BEGIN, END, PIECE }; /* an item: a piece of a record's row */
+enum { L_OF, L_ROW, L_FACTOR, L_PIECES, L_FIRST, LONG }; /* a family's row in pieces */
+enum { ALL, LOOK, REST }; /* a step; or its sums, to be looked at, and then what is left of it */
 enum { PLAIN, MOMENTUM, ADAM };          /* Algorithms 3, 3 with momentum, and 4 */
 enum { NONE, COUPLED, DECOUPLED };       /* weight decay */
 #define LANES 32                         /* sums side by side, whatever the machine */
 #define FLOOR 0x1p-103                   /* float32's smallest normal number over its epsilon */
 
+/* A step of some families; native.py has it field for field. `rows` are items of whole rows;
+ * `pieces` are those of the long rows, `longs`, and `factors` are two for each record of each. The
+ * sums of pieces lie first in `sums`; those of whole rows follow where they are looked at, and
+ * `bad` counts the rows of each family that are not finite. */
 typedef struct {
-    int rule, decay, skip, latch;
+    const int64_t *records, *families, *absent, *rows, *pieces, *longs;
+    int64_t how_many, whole, cut, long_rows; /* families, items, items, and long rows */
+    double *sums;
+    float *factors;
+    int32_t *bad;
+    const int64_t *conf, *grads;
+    int64_t rule, decay, skip, latch;
     const float *scale, *found; /* of a GradScaler, or null */
-} Method;
+} Step;
 
 typedef struct {
     double lam, mu, log_mu, start;
@@ -45,9 +59,10 @@ static double real(int64_t word) {
     return x;
 }
 
-static Numbers numbers(const int64_t *conf, const Method *how) {
+static Numbers numbers(const int64_t *r, const Step *s) {
+    const int64_t *conf = s->conf + r[GROUP] * SETTINGS;
     Numbers k;
-    k.lam = how->found && *how->found != 0 ? 0.0 : real(conf[LAM]);
+    k.lam = s->found && *s->found != 0 ? 0.0 : real(conf[LAM]);
     k.mu = real(conf[MU]), k.log_mu = real(conf[LOG_MU]), k.start = real(conf[START]);
     double decay = real(conf[DECAY_RATE]);
     k.sign = (float)real(conf[SIGN]), k.lam_ = (float)k.lam, k.mu_ = (float)k.mu;
@@ -77,10 +92,10 @@ static inline __attribute__((always_inline)) double squares_of(
     return sum;
 }
 
-static double squares(Run r, const Numbers *k, const Method *how) {
-    if (r.dp != 1 || r.dg != 1 || how->scale)
-        return squares_of(r, k, how->scale, how->decay, r.dp, r.dg);
-    return how->decay == COUPLED ? squares_of(r, k, 0, COUPLED, 1, 1)
+static double squares(Run r, const Numbers *k, const Step *s) {
+    if (r.dp != 1 || r.dg != 1 || s->scale)
+        return squares_of(r, k, s->scale, s->decay, r.dp, r.dg);
+    return s->decay == COUPLED ? squares_of(r, k, 0, COUPLED, 1, 1)
                                  : squares_of(r, k, 0, NONE, 1, 1);
 }
 
@@ -105,24 +120,24 @@ static inline __attribute__((always_inline)) void move_of(
     }
 }
 
-static void move(Run r, const Numbers *k, const Method *how, float inv, float b) {
+static void move(Run r, const Numbers *k, const Step *s, float inv, float b) {
 #define CASE(R, D) \
-    if (how->rule == R && how->decay == D) { \
+    if (s->rule == R && s->decay == D) { \
         move_of(r, k, 0, inv, b, R, D, 1, 1, 1); \
         return; \
     }
-    if (r.dp == 1 && r.dg == 1 && r.dm == 1 && !how->scale) {
+    if (r.dp == 1 && r.dg == 1 && r.dm == 1 && !s->scale) {
         CASE(PLAIN, NONE) CASE(PLAIN, COUPLED) CASE(PLAIN, DECOUPLED)
         CASE(MOMENTUM, NONE) CASE(MOMENTUM, COUPLED) CASE(MOMENTUM, DECOUPLED)
         CASE(ADAM, NONE) CASE(ADAM, COUPLED) CASE(ADAM, DECOUPLED)
     }
-    move_of(r, k, how->scale, inv, b, how->rule, how->decay, r.dp, r.dg, r.dm);
+    move_of(r, k, s->scale, inv, b, s->rule, s->decay, r.dp, r.dg, r.dm);
 }
 
 /* b_j <- b_{j-1} + lam^2 |g|^2/b_{j-1}; NaN where it would be infinite. */
-static float next_b(float b, double sq, const Numbers *k, const Method *how, int hold) {
+static float next_b(float b, double sq, const Numbers *k, const Step *s, int hold) {
     double wide = b;
-    if (how->latch && wide == 0) { /* b_1 <- C lam |g_1| where a row meets its first gradient */
+    if (s->latch && wide == 0) { /* b_1 <- C lam |g_1| where a row meets its first gradient */
         double norm = sqrt(sq), first = k->start * k->lam * norm;
         if (norm >= FLOOR && first >= FLOOR) wide = first;
     }
@@ -131,20 +146,30 @@ static float next_b(float b, double sq, const Numbers *k, const Method *how, int
     return isinf(new) ? NAN : new;
 }
 
-/* Store b, t and the skips of a row; whether it moves, and the factors of its move. */
-static int settle(const int64_t *r, int64_t row, double sq, const Numbers *k, const Method *how,
-                  float *inv, float *b) {
-    float *bs = (float *)r[B] + row;
-    float new = next_b(*bs, sq, k, how, r[HOLD] != 0);
-    if (how->skip && !(isfinite(new) && isfinite(sq))) {
+/* The b that a family's row starts from: b never decreases, so the largest is the latest. */
+static float shared_b(const int64_t *f, int64_t row, const Step *s) {
+    const int64_t *first = s->records + f[FIRST] * WORDS, *absent = s->absent + f[ABSENT];
+    float b = ((const float *)first[B])[row];
+    for (int64_t i = 1; i < f[MEMBERS] + f[ABSENTS]; i++) {
+        int64_t there = i < f[MEMBERS] ? first[i * WORDS + B] : absent[i - f[MEMBERS]];
+        float x = ((const float *)there)[row];
+        if (x > b || isnan(x)) b = x;
+    }
+    return b;
+}
+
+/* Store a record's b, t and skips of a row; whether it moves, and the factors of its move. */
+static int settle(const int64_t *r, int64_t row, float new, int finite, const Numbers *k,
+                  const Step *s, float *inv, float *b) {
+    if (s->skip && !finite) {
         ((int32_t *)r[SKIPPED])[row]++;
         return 0;
     }
-    *bs = new;
-    if (how->latch && new == 0) return 0;
+    ((float *)r[B])[row] = new;
+    if (s->latch && new == 0) return 0;
     *b = new == 0 ? 1 : new;
     *inv = 1 / *b;
-    if (how->rule == ADAM) {
+    if (s->rule == ADAM) {
         float t = ((float *)r[T])[row] += 1;
         *inv = (float)(1 / (1 - exp2((t < 1 ? 1 : t) * k->log_mu))) / *b;
     }
@@ -154,14 +179,14 @@ static int settle(const int64_t *r, int64_t row, double sq, const Numbers *k, co
 /* What is done to each run of a row's elements from `begin` to `end`: its squares are summed or, if
  * `inv` is given, it moves. */
 static double each_run(const int64_t *r, const float *g, int64_t row, int64_t begin, int64_t end,
-                       const Numbers *k, const Method *how, const float *inv, float b) {
+                       const Numbers *k, const Step *s, const float *inv, float b) {
     float *p = (float *)r[P], *m = (float *)(r[BUF] ? r[BUF] : r[P]);
     double sum = 0;
     if (r[DENSE]) {
         int64_t at = row * r[LENGTH] + begin;
         Run run = {p + at, m + at, g + at, end - begin, 1, 1, 1};
-        if (!inv) return squares(run, k, how);
-        move(run, k, how, *inv, b);
+        if (!inv) return squares(run, k, s);
+        move(run, k, s, *inv, b);
         return 0;
     }
     const int64_t *size = r + LAYOUT, *sp = size + 4, *sg = sp + 6, *sm = sg + 6;
@@ -170,62 +195,101 @@ static double each_run(const int64_t *r, const float *g, int64_t row, int64_t be
         int64_t c = e / inner % size[2], d = e / (inner * size[2]) % size[1];
         int64_t f = e / (inner * size[2] * size[1]), at = e % inner;
         int64_t n = inner - at < end - e ? inner - at : end - e;
-#define SPOT(s) (i * s[0] + j * s[1] + f * s[2] + d * s[3] + c * s[4] + at * s[5])
+#define SPOT(to) (i * to[0] + j * to[1] + f * to[2] + d * to[3] + c * to[4] + at * to[5])
         Run run = {p + SPOT(sp), m + SPOT(sm), g + SPOT(sg), n, sp[5], sg[5], sm[5]};
         if (!inv)
-            sum += squares(run, k, how);
+            sum += squares(run, k, s);
         else
-            move(run, k, how, *inv, b);
+            move(run, k, s, *inv, b);
         e += n;
     }
     return sum;
 }
 
-/* One step of `params` parameters.
- *
- * Items from 0 to `whole` are rows; those from `whole` to `items` are pieces of `longs` long rows,
- * with room for a sum each in `sums`, and for two factors of each long row in `factors`.
- */
-void step(const int64_t *records, int64_t params, const int64_t *grads, const int64_t *conf,
-          const int64_t *work, int64_t whole, int64_t items, const int64_t *rows, int64_t longs,
-          double *sums, float *factors, int rule, int decay, int skip, int latch,
-          const float *scale, const float *found, int threads) {
-    Method how = {rule, decay, skip, latch, scale, found};
-    for (int64_t i = 0; i < params && rule != ADAM; i++) {
-        const int64_t *r = records + i * WORDS;
-        *(float *)r[T] += numbers(conf + r[GROUP] * SETTINGS, &how).lam != 0;
-    }
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < items; i++) {
-        const int64_t *item = work + i * ITEM, *r = records + item[RECORD] * WORDS;
-        const float *g = (const float *)grads[item[RECORD]];
-        Numbers k = numbers(conf + r[GROUP] * SETTINGS, &how);
-        if (k.lam == 0) continue; /* a step without rate changes nothing */
-        if (i >= whole) {
-            sums[i - whole] = each_run(r, g, item[ROW], item[BEGIN], item[END], &k, &how, 0, 0);
+/* A family's row of which the sum of squares is known: its new b, and whether that is finite. */
+static float propose(const int64_t *f, int64_t row, double sq, const Numbers *k, const Step *s,
+                     int *finite) {
+    int hold = s->records[f[FIRST] * WORDS + HOLD] != 0;
+    float new = next_b(shared_b(f, row, s), sq, k, s, hold);
+    *finite = isfinite(new) && isfinite(sq);
+    return new;
+}
+
+/* An item of whole rows: each from its norm to its move, while it is in the cache. */
+static void step_rows(const int64_t *item, int mode, const Step *s) {
+    const int64_t *f = s->families + item[OF] * FAMILY, *first = s->records + f[FIRST] * WORDS;
+    const int64_t *grads = s->grads + f[FIRST];
+    Numbers k = numbers(first, s);
+    if (k.lam == 0) return; /* a step without rate changes nothing */
+    for (int64_t n = 0; n < item[COUNT]; n++) {
+        int64_t row = item[ROW] + n;
+        double sq = mode == REST ? s->sums[item[SLOT] + n] : 0;
+        for (int64_t i = 0; i < f[MEMBERS] && mode != REST; i++) {
+            const int64_t *r = first + i * WORDS;
+            sq += each_run(r, (const float *)grads[i], row, 0, r[LENGTH], &k, s, 0, 0);
+        }
+        int finite;
+        float b, inv, new = propose(f, row, sq, &k, s, &finite);
+        if (mode == LOOK) {
+            s->sums[item[SLOT] + n] = sq;
+#pragma omp atomic
+            s->bad[item[OF]] += !finite;
             continue;
         }
-        for (int64_t row = item[ROW]; row < item[ROW] + item[COUNT]; row++) {
-            float inv, b;
-            double sq = each_run(r, g, row, 0, r[LENGTH], &k, &how, 0, 0);
-            if (settle(r, row, sq, &k, &how, &inv, &b))
-                each_run(r, g, row, 0, r[LENGTH], &k, &how, &inv, b);
+        for (int64_t i = 0; i < f[MEMBERS]; i++) {
+            const int64_t *r = first + i * WORDS;
+            if (settle(r, row, new, finite, &k, s, &inv, &b))
+                each_run(r, (const float *)grads[i], row, 0, r[LENGTH], &k, s, &inv, b);
         }
     }
-    if (!longs) return;
-    for (int64_t i = 0; i < longs; i++) {
-        const int64_t *l = rows + i * LONG, *r = records + l[L_RECORD] * WORDS;
-        Numbers k = numbers(conf + r[GROUP] * SETTINGS, &how);
-        double sq = 0;
-        for (int64_t j = 0; j < l[L_PIECES]; j++) sq += sums[l[L_FIRST] + j];
-        float *f = factors + 2 * i;
-        if (k.lam == 0 || !settle(r, l[L_ROW], sq, &k, &how, f, f + 1)) f[1] = 0; /* it stays */
+}
+
+/* A long row, once its pieces are summed. */
+static void settle_long(const int64_t *l, int mode, const Step *s) {
+    const int64_t *f = s->families + l[L_OF] * FAMILY, *first = s->records + f[FIRST] * WORDS;
+    Numbers k = numbers(first, s);
+    double sq = 0;
+    for (int64_t i = 0; i < l[L_PIECES]; i++) sq += s->sums[l[L_FIRST] + i];
+    int finite;
+    float *factor = s->factors + 2 * l[L_FACTOR], new = propose(f, l[L_ROW], sq, &k, s, &finite);
+    if (mode == LOOK) s->bad[l[L_OF]] += !finite && k.lam != 0;
+    for (int64_t i = 0; i < f[MEMBERS] && mode != LOOK; i++, factor += 2) {
+        const int64_t *r = first + i * WORDS;
+        if (k.lam == 0 || !settle(r, l[L_ROW], new, finite, &k, s, factor, factor + 1))
+            factor[1] = 0; /* it stays */
     }
+}
+
+/* A piece of a long row: its sum or, with the factors found since, its move. */
+static double step_piece(const int64_t *item, const float *factor, const Step *s) {
+    const int64_t *r = s->records + item[RECORD] * WORDS;
+    const float *g = (const float *)s->grads[item[RECORD]];
+    Numbers k = numbers(r, s);
+    if (k.lam == 0 || (factor && factor[1] == 0)) return 0;
+    return each_run(r, g, item[P_ROW], item[BEGIN], item[END], &k, s, factor,
+                    factor ? factor[1] : 0);
+}
+
+/* A step, or a part of it. */
+void step(const Step *s, int mode, int threads) {
+    for (int64_t i = 0; i < s->how_many && mode != LOOK && s->rule != ADAM; i++) {
+        const int64_t *f = s->families + i * FAMILY, *r = s->records + f[FIRST] * WORDS;
+        int moves = numbers(r, s).lam != 0;
+        for (int64_t j = 0; j < f[MEMBERS]; j++) *(float *)r[j * WORDS + T] += moves;
+    }
+    int64_t summed = mode == REST ? 0 : s->cut, moved = mode == LOOK ? 0 : s->cut;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-    for (int64_t i = whole; i < items; i++) {
-        const int64_t *item = work + i * ITEM, *r = records + item[RECORD] * WORDS;
-        const float *f = factors + 2 * item[COUNT], *g = (const float *)grads[item[RECORD]];
-        Numbers k = numbers(conf + r[GROUP] * SETTINGS, &how);
-        if (f[1] != 0) each_run(r, g, item[ROW], item[BEGIN], item[END], &k, &how, f, f[1]);
+    for (int64_t i = 0; i < s->whole + summed; i++) {
+        if (i < s->whole)
+            step_rows(s->rows + i * ITEM, mode, s);
+        else
+            s->sums[i - s->whole] = step_piece(s->pieces + (i - s->whole) * PIECE, 0, s);
+    }
+    for (int64_t i = 0; i < s->long_rows; i++) settle_long(s->longs + i * LONG, mode, s);
+    if (!moved) return;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < moved; i++) {
+        const int64_t *item = s->pieces + i * PIECE;
+        step_piece(item, s->factors + 2 * item[FACTOR], s);
     }
 }

@@ -21,7 +21,7 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from wngrad.optim.layout import Layout, layout
 from wngrad.optim.pieces import Family
-from wngrad.optim.tables import Method, address
+from wngrad.optim.tables import Method, Refused, address
 
 PIECE = 2**16  # elements of an item of work, and of a piece of a row twice as long or longer
 ALONE = 2**15  # elements that are stepped before another thread would have woken up
@@ -61,15 +61,26 @@ def _library() -> ctypes.CDLL | str:
 
 def _loaded(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    word: Any = ctypes.c_void_p
-    whole: Any = ctypes.c_int64
-    library.step.argtypes = [
-        *[word, whole, word, word, word, whole, whole, word, whole, word, word],
-        *[ctypes.c_int] * 4,
-        *[word, word, ctypes.c_int],
-    ]
+    library.step.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
     library.step.restype = None
     return library
+
+
+class _Step(ctypes.Structure):
+    """`Step` of native.c: numbers, and where tables lie."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("records", "families", "absent", "rows", "pieces", "longs"),
+            *("how_many", "whole", "cut", "long_rows"),
+            *("sums", "factors", "bad", "conf", "grads"),
+            *("rule", "decay", "skip", "latch", "scale", "found"),
+        )
+    ]
+
+
+_ALL, _LOOK, _REST = range(3)  # a step; or its sums, to be looked at, and then what is left of it
 
 
 def _compiled(compiler: str) -> Path:
@@ -138,62 +149,99 @@ class Launch:
         head: int,
     ) -> None:
         self.method = method
-        self._index, self._step = index, _library_or_fail().step
+        self._index, self._call = index, _library_or_fail().step
+        self._owners = [family.pieces[0].param for family, _ in families]
         records: list[int] = []
-        sizes: list[Layout] = []
+        kin: list[int] = []  # of each family its first record, how many, and of those not here
+        absent: list[int] = []
+        sizes: list[list[Layout]] = []
+        first = 0
         for family, group in families:
-            part = family.pieces[0]
-            shape = cast(Layout, layout(part, part.state.get(buffer)))
-            records += [part.p.data_ptr(), *(address(part, key) for key in ("b", buffer, "t"))]
-            records += [address(part, "skipped"), shape.length, shape.rows, group]
-            records += [int(family.hold), int(shape.dense), *shape.words()]
-            sizes.append(shape)
-        whole, pieces, longs = _work(sizes)
-        self._elements = sum(s.rows * s.length for s in sizes)
+            kin += [first, len(family.pieces), len(absent), len(family.absent)]
+            absent += [b.data_ptr() for b in family.absent]
+            first += len(family.pieces)
+            sizes.append([])
+            for part in family.pieces:
+                shape = cast(Layout, layout(part, part.state.get(buffer)))
+                records += [part.p.data_ptr(), *(address(part, key) for key in ("b", buffer, "t"))]
+                records += [address(part, "skipped"), shape.length, shape.rows, group]
+                records += [int(family.hold), int(shape.dense), *shape.words()]
+                sizes[-1].append(shape)
+        work = _work(sizes)
+        self._elements = sum(s.rows * s.length for some in sizes for s in some)
         self._words = np.zeros(len(index), np.int64)  # settings, `head` of them, and gradients
+        self._bad = np.zeros(len(families), np.int32)
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
+        tables = (records, kin, absent, work.rows, work.pieces, work.longs)
+        scratch = [np.zeros(work.sums), np.zeros(2 * work.factors, np.float32), self._bad]
         # Held here, since the call only knows where they lie.
-        self._held = [np.array(words, np.int64) for words in (records, [*whole, *pieces], longs)]
-        self._sums = np.zeros(max(1, len(pieces) // 5))
-        self._factors = np.zeros(max(1, len(longs) // 4 * 2), np.float32)
-        rest = (_at(self._sums), _at(self._factors), method.rule, method.decay)
-        now = _at(self._words)
-        self._head = (_at(self._held[0]), len(sizes), now + 8 * head, now)
-        work = (_at(self._held[1]), len(whole) // 5, (len(whole) + len(pieces)) // 5)
-        self._tail = (*work, _at(self._held[2]), len(longs) // 4, *rest, method.skip, method.latch)
+        self._held = [np.array(words, np.int64) for words in tables] + scratch
+        words = _at(self._words)
+        self._step = _Step(
+            *map(_at, self._held[: len(tables)]),
+            *(len(families), len(work.rows) // 4, len(work.pieces) // 5, len(work.longs) // 5),
+            *map(_at, scratch),
+            *(words, words + 8 * head, method.rule, method.decay, method.skip, method.latch),
+        )
+        self._at = ctypes.addressof(self._step)
 
     def prepare(self, words: list[int], scale: Tensor | None, found: Tensor | None) -> None:
         self._words[:] = [words[i] for i in self._index]
         self._scale, self._found = _here(scale), _here(found)
+        self._step.scale, self._step.found = _pointer(self._scale), _pointer(self._found)
 
     def step(self) -> None:
+        self._take(_REST if self.method.looks else _ALL)
+
+    def bad(self) -> Refused | None:
+        """A parameter with rows that are not finite, if that is to be known."""
+        self._bad[:] = 0
+        self._take(_LOOK)
+        found = np.flatnonzero(self._bad)
+        return Refused(self._owners[found[0]], int(self._bad[found[0]])) if len(found) else None
+
+    def _take(self, mode: int) -> None:
         threads = 1 if self._elements <= ALONE else torch.get_num_threads()
-        scaler = (_pointer(self._scale), _pointer(self._found))
-        self._step(*self._head, *self._tail, *scaler, threads)
+        self._call(self._at, mode, threads)
 
 
-def _work(sizes: list[Layout]) -> tuple[list[int], list[int], list[int]]:
-    """Items of whole rows, then the pieces of long rows, and the long rows themselves.
+class _Work(NamedTuple):
+    """Items of whole rows, the pieces of long rows, and the long rows themselves."""
 
-    Cut alike for any number of threads, so that they cannot change a sum.
-    """
-    whole: list[int] = []
+    rows: list[int]
+    pieces: list[int]
+    longs: list[int]
+    sums: int  # room for those of all pieces, then of all whole rows
+    factors: int
+
+
+def _work(families: list[list[Layout]]) -> _Work:
+    """Cut alike for any number of threads, so that they cannot change a sum."""
+    rows: list[int] = []
     pieces: list[int] = []
     longs: list[int] = []
-    for i, s in enumerate(sizes):
-        if s.length < 2 * PIECE:
-            each = max(1, PIECE // max(1, s.length))
-            for row in range(0, s.rows, each):
-                whole += [i, row, min(each, s.rows - row), 0, 0]
-            continue
-        for row in range(s.rows):
-            spots = range(0, s.length, PIECE)
-            longs += [i, row, len(pieces) // 5, len(spots)]
-            for begin in spots:
-                which, end = len(longs) // 4 - 1, min(begin + PIECE, s.length)
-                pieces += [i, row, which, begin, end]
-    return whole, pieces, longs
+    wholes = factors = first = 0
+    for i, sizes in enumerate(families):
+        length, count = sum(s.length for s in sizes), sizes[0].rows
+        if length < 2 * PIECE:
+            each = max(1, PIECE // max(1, length))
+            for row in range(0, count, each):
+                n = min(each, count - row)
+                rows += [i, row, n, wholes]
+                wholes += n
+        else:
+            for row in range(count):
+                longs += [i, row, factors, sum(-(-s.length // PIECE) for s in sizes)]
+                longs.append(len(pieces) // 5)
+                for k, s in enumerate(sizes, first):
+                    for begin in range(0, s.length, PIECE):
+                        pieces += [k, row, factors, begin, min(begin + PIECE, s.length)]
+                    factors += 1
+        first += len(sizes)
+    cut = len(pieces) // 5
+    rows[3::4] = [cut + slot for slot in rows[3::4]]  # after the sums of the pieces
+    return _Work(rows, pieces, longs, cut + wholes, factors)
 
 
 def _library_or_fail() -> ctypes.CDLL:
@@ -206,8 +254,8 @@ def _here(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.to("cpu", torch.float32)
 
 
-def _pointer(t: Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()
+def _pointer(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
 
 
 def _at(words: Any) -> int:

@@ -102,6 +102,13 @@ class Method(NamedTuple):
     looks: bool  # at everything, before anything is changed
 
 
+class Refused(NamedTuple):
+    """A parameter with blocks that are not finite."""
+
+    param: Tensor
+    blocks: int
+
+
 class Batch:
     """Parameters that step in one launch or, where rows are cut or shared, in three."""
 
