@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -155,15 +157,49 @@ def test_the_state_of_another_kind_of_optimizer_is_refused():
         WNAdam(model.parameters()).load_state_dict(plain.state_dict())
 
 
-def test_settings_changed_for_the_worse_are_named_at_the_next_step():
-    for key, value in (("nonfinite", "skp"), ("b_init", "grad"), ("per", "layer")):
-        p = nn.Parameter(torch.ones(2))
-        opt = WNGrad([p])
-        opt.param_groups[0][key] = value
-        p.grad = torch.ones(2)
-        with pytest.raises(ValueError, match=f"`{key}`.*{value}"):
-            opt.step()
-        assert (p == 1).all()
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("first", [False, True], ids=["at once", "after a step"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("nonfinite", "skp"),
+        ("b_init", "grad"),
+        ("per", "layer"),
+        ("weight_decay", torch.tensor(0.5)),  # which may change, and nobody would look
+        ("weight_decay", [0.5]),
+        ("weight_decay", None),
+        ("momentum", torch.tensor(0.5)),
+        ("momentum", "0.5"),
+        ("momentum", 1),
+    ],
+    ids=str,
+)
+def test_settings_changed_for_the_worse_are_named_at_the_next_step(key, value, first, fused):
+    p = nn.Parameter(torch.ones(2))
+    opt = WNGrad([p], momentum=0.9, fused=fused)
+    p.grad = torch.ones(2)
+    if first:
+        opt.step()
+    before = p.detach().clone()
+    opt.param_groups[0][key] = value
+    with pytest.raises((ValueError, TypeError), match=f"`{key}` must .*{re.escape(repr(value))}"):
+        opt.step()
+    assert torch.equal(p, before)
+
+
+@pytest.mark.parametrize("number", [0, np.float32(0.25), np.float64(0.25), Fraction(1, 4)])
+def test_a_setting_may_become_a_number_of_another_kind(number):
+    p = nn.Parameter(torch.ones(2))
+    opt, same = WNGrad([p], momentum=0.9), nn.Parameter(torch.ones(2))
+    other = WNGrad([same], momentum=0.9)
+    for k in range(3):
+        for q, its in ((p, opt), (same, other)):
+            q.grad = torch.full((2,), k + 1.0)
+            if k:
+                given = number if its is opt else float(number)
+                its.param_groups[0].update(weight_decay=given, momentum=given)
+            its.step()
+        assert torch.equal(p, same)
 
 
 def test_a_checkpoint_with_other_blocks_is_refused():

@@ -78,6 +78,8 @@ class BlockOptimizer(Optimizer):
         """The step itself, with the gradients there are."""
         if not torch.compiler.is_compiling() and self._step_again():
             return
+        for group in self.param_groups:
+            door.settings(self._owner, group, self._fraction)
         with torch.set_grad_enabled(any(g["differentiable"] for g in self.param_groups)):
             if self._untraceable():
                 self._eager_update()
@@ -183,7 +185,6 @@ class BlockOptimizer(Optimizer):
         """Who steps together. Everything is checked before any state is made."""
         plan = [(group, self._lam(group), _live(group)) for group in self.param_groups]
         for group, _, live in plan:
-            door.settings(self._owner, group)
             for i in live:
                 self._check_parameter(group, i)
         for group, _, live in plan:

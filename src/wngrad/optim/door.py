@@ -103,10 +103,18 @@ def common(owner: str, group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def settings(owner: str, group: dict[str, Any]) -> None:
-    """What may have been changed in a group since, looked at before each step."""
+def settings(owner: str, group: dict[str, Any], part: str) -> None:
+    """What may have been changed in a group since, looked at before each step.
+
+    Args:
+        part: the name of μ or β.
+    """
     group["b_init"] = b_init(owner, group["b_init"])
     nonfinite(owner, group["nonfinite"])
+    if type(group["weight_decay"]) is not float:
+        group["weight_decay"] = finite(owner, "weight_decay", group["weight_decay"])
+    if type(group[part]) is not float:
+        group[part] = fraction(owner, part, group[part])
 
 
 def representable(owner: str, start: BInit, dtype: torch.dtype) -> None:

@@ -71,11 +71,13 @@ def glance(opt: BlockOptimizer, before: Glance | None) -> Glance | None:
     words: list[int] = []
     choices = []
     for group in opt.param_groups:
-        per, lam = group["per"], rate(group["lr"])
-        if lam is None or type(group["b_init"]) not in (float, tuple):
+        per, lam, mu = group["per"], rate(group["lr"]), group[opt._fraction]
+        settings = _settings(group)
+        plain = type(mu) is type(settings[0]) is float and type(settings[1]) in (float, tuple)
+        if lam is None or not plain:
             return None
         blocks = per if type(per) is str else tuple(per)
-        numbers, choice = _read(group[opt._fraction], *_settings(group))
+        numbers, choice = _read(mu, *settings)
         words += lam
         words += numbers
         still = lam == (0, 0)  # A group without rate takes no part.
