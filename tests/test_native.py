@@ -37,7 +37,7 @@ def chosen(monkeypatch):
 
 # ------------------------------------------------------------------ in lock-step
 
-drawn_cases = both_kernels.cases(dtypes=(torch.float32,))
+drawn_cases = both_kernels.cases(dtypes=native.DTYPES)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -59,7 +59,7 @@ def step(pairs, k):
     for params, opt in pairs:
         draw = torch.Generator().manual_seed(k)
         for p in params:
-            p.grad = torch.randn(p.shape, generator=draw)
+            p.grad = torch.randn(p.shape, generator=draw).to(p.dtype)
         opt.step()
 
 
@@ -87,7 +87,8 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", ["plain", "momentum", "adam"])
-def test_several_steps_are_those_of_the_plain_path_bit_for_bit(kind, options):
+@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+def test_several_steps_are_those_of_the_plain_path_bit_for_bit(kind, options, dtype):
     draw = torch.Generator().manual_seed(3)
     shapes = [(64, 300), (65,), (7, 3, 3, 3), (2, 200_001), (1,), ()]
     tensors = [torch.randn(shape, generator=draw) for shape in shapes]
@@ -97,7 +98,7 @@ def test_several_steps_are_those_of_the_plain_path_bit_for_bit(kind, options):
     def make(params, **more):
         return both_kernels.make(kind, params, lr=0.37, **options, **more)
 
-    pairs = pair(make, tensors)
+    pairs = pair(make, [t.to(dtype) for t in tensors])
     for k in range(4):
         step(pairs, k)
         assert_same(pairs)
@@ -105,14 +106,18 @@ def test_several_steps_are_those_of_the_plain_path_bit_for_bit(kind, options):
 
 
 @given(
-    st.integers(1, 4), st.integers(1, 300), st.integers(1, 70), st.sampled_from([WNGrad, WNAdam])
+    st.integers(1, 4),
+    st.integers(1, 300),
+    st.integers(1, 70),
+    st.sampled_from([WNGrad, WNAdam]),
+    st.sampled_from(native.DTYPES),
 )
-@settings(max_examples=40)
-def test_where_a_row_is_cut_does_not_show(rows, length, piece, make):
+@settings(max_examples=80)
+def test_where_a_row_is_cut_does_not_show(rows, length, piece, make, dtype):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "interpreted", lambda: False)
         patch.setattr(native, "PIECE", piece)
-        pairs = pair(make, [torch.ones(rows, length)], lr=0.37, nonfinite="skip")
+        pairs = pair(make, [torch.ones(rows, length, dtype=dtype)], lr=0.37, nonfinite="skip")
         for k in range(3):
             step(pairs, k)
             assert_same(pairs)
@@ -145,13 +150,14 @@ def test_the_number_of_threads_does_not_show():
     nonfinite=st.sampled_from(["propagate", "skip", "raise"]),
     bad=st.sampled_from([None, None, math.nan, 1e38]),
     absent=st.lists(st.sets(st.integers(0, 3)), min_size=4, max_size=4),
+    dtype=st.sampled_from(native.DTYPES),
 )
 @settings(max_examples=200)
 def test_relatives_share_their_b_as_on_the_plain_path(
-    rows, lengths, piece, kind, start, nonfinite, bad, absent
+    rows, lengths, piece, kind, start, nonfinite, bad, absent, dtype
 ):
     """A layer's weight and bias, and others of as many neurons, now and then without a gradient."""
-    tensors = [torch.randn(rows, n) for n in lengths] + [torch.randn(rows)]
+    tensors = [torch.randn(rows, n).to(dtype) for n in lengths] + [torch.randn(rows).to(dtype)]
     group = {"joint": True, "b_init": start, "nonfinite": nonfinite}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "interpreted", lambda: False)
@@ -162,7 +168,7 @@ def test_relatives_share_their_b_as_on_the_plain_path(
             for params, opt in pairs:
                 draw = torch.Generator().manual_seed(k)
                 for i, p in enumerate(params):
-                    g = torch.randn(p.shape, generator=draw)
+                    g = torch.randn(p.shape, generator=draw).to(dtype)
                     p.grad = None if i in absent[k] else g
                 if k == 1 and bad is not None and params[-1].grad is not None:
                     params[-1].grad[0] = bad
@@ -197,14 +203,47 @@ def test_raise_looks_at_every_parameter_before_the_first_is_changed():
     assert not opt.why_plain()
 
 
-def test_it_is_the_default_for_float32_and_says_where_it_is_not_used():
-    p, wide = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2, 3, dtype=torch.float64))
-    opt = WNGrad([p, wide])
-    for q in (p, wide):
-        q.grad = torch.ones_like(q)
-    assert opt.why_plain() == {wide: "its type is torch.float64"}
+def test_it_is_the_default_for_float32_and_bfloat16_and_says_where_it_is_not_used():
+    types = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+    params = [nn.Parameter(torch.ones(2, 3, dtype=dtype)) for dtype in types]
+    opt = WNGrad(params)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    left = {p: f"its type is {p.dtype}" for p in params[2:]}
+    assert opt.why_plain() == left
     opt.step()
-    assert opt.why_plain() == {wide: "its type is torch.float64"}
+    assert opt.why_plain() == left
+    random = WNGrad(params[:2], stochastic_rounding=True)
+    assert random.why_plain() == {params[1]: "`stochastic_rounding` is True, on a CPU"}
+
+
+@pytest.mark.parametrize("part", [2.0**-10, 2.0**-9, 2.0**-8, 3 * 2.0**-9, 1.0, -0.75])
+def test_bfloat16_is_rounded_as_torch_rounds_it(part):
+    """x − g for every bfloat16 x there is; g is a part of x, so that many lie halfway between."""
+    every = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
+
+    def make(params, **more):
+        return WNGrad(params, lr=1.0, hold_1d=True, **more)
+
+    pairs = pair(make, [every])
+    for (p,), opt in pairs:
+        p.grad = (every.float() * part).to(torch.bfloat16)
+        opt.step()
+    ours, theirs = (p.detach() for (p,), _ in pairs)
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    numbers = ~ours.isnan()  # of NaN torch itself has several
+    assert torch.equal(ours.view(torch.int16)[numbers], theirs.view(torch.int16)[numbers])
+    assert not pairs[0][1].why_plain()
+
+
+def test_no_nan_becomes_a_number_when_it_is_rounded():
+    p = nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
+    opt = WNGrad([p], fused=True)
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        opt.step()
+        opt.state[p]["b"].view(torch.int32).fill_(0x7FFFFFFF)  # which, rounded up, would be −0
+    assert bool(p.isnan().all())
 
 
 def test_a_parameter_that_lies_on_itself_is_left_to_torch_which_refuses_it():

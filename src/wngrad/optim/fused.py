@@ -51,7 +51,7 @@ def possible(opt: BlockOptimizer) -> bool:
 
 
 def _may(p: Tensor) -> bool:
-    here = p.device.type == "cpu" and p.dtype == torch.float32 and native.why_not() is None
+    here = p.device.type == "cpu" and p.dtype in native.DTYPES and native.why_not() is None
     return (p.is_cuda or here) and not _fake(p)
 
 
@@ -67,7 +67,9 @@ def why_not_at_all(p: Tensor, group: Group) -> str | None:
     if _fake(p):
         return "it is fake, without memory"
     if launch.natively(p, group):
-        return native.why_not() if p.dtype == torch.float32 else f"its type is {p.dtype}"
+        if group["stochastic_rounding"] and p.dtype == torch.bfloat16:
+            return "`stochastic_rounding` is True, on a CPU"
+        return native.why_not() if p.dtype in native.DTYPES else f"its type is {p.dtype}"
     if p.device.type not in ("cuda", "cpu"):
         return f"it is on {p.device.type}"
     if not _triton():

@@ -6,9 +6,10 @@
  * A block of entries that share one b is a row; the parameters of a family share theirs row by row.
  * Rows are dealt out to threads as items of some rows each; a row that is too long for that is cut
  * into pieces, summed first and moved in a second pass.
- * Sums of squares and b's recursion are in float64, everything else in float32, rounded where torch's
- * own operations round (compile with -ffp-contract=off): with a λ that is a number the step is that
- * of the reference bit for bit (tried on x86), for any number of threads and any width of vectors.
+ * Parameters, gradients and buffers are in float32 or bfloat16, b and t in float32. Sums of squares
+ * and b's recursion are in float64, everything else in float32, rounded where torch's own operations
+ * round (compile with -ffp-contract=off): with a λ that is a number the step is that of the reference
+ * bit for bit (tried on x86), for any number of threads and any width of vectors.
  */
 #include <math.h>
 #include <stdint.h>
@@ -38,7 +39,7 @@ typedef struct {
     float *factors;
     int32_t *bad;
     const int64_t *conf, *grads;
-    int64_t rule, decay, skip, latch;
+    int64_t rule, decay, skip, latch, half; /* half: in bfloat16 instead of float32 */
     const float *scale, *found; /* of a GradScaler, or null */
 } Step;
 
@@ -48,10 +49,32 @@ typedef struct {
 } Numbers;
 
 typedef struct {
-    float *p, *m;
-    const float *g;
+    char *p, *m;
+    const char *g;
     int64_t n, dp, dg, dm; /* elements, and the distance between neighbours */
 } Run;
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float get(const char *at, int64_t i, int half) {
+    if (!half) return ((const float *)at)[i];
+    uint32_t word = (uint32_t)((const uint16_t *)at)[i] << 16;
+    float x;
+    memcpy(&x, &word, sizeof x);
+    return x;
+}
+
+/* To the nearest bfloat16, to an even one if there are two. */
+INLINE void put(char *at, int64_t i, float x, int half) {
+    if (!half) {
+        ((float *)at)[i] = x;
+        return;
+    }
+    uint32_t word;
+    memcpy(&word, &x, sizeof word);
+    word += 0x7FFF + (word >> 16 & 1);
+    ((uint16_t *)at)[i] = x != x ? 0x7FC0 : word >> 16;
+}
 
 static double real(int64_t word) {
     double x;
@@ -75,17 +98,17 @@ static Numbers numbers(const int64_t *r, const Step *s) {
     (decay == COUPLED ? k->sign * (scale ? (g) / *scale : (g)) + k->decay * (p) \
                       : k->sign * (scale ? (g) / *scale : (g)))
 
-static inline __attribute__((always_inline)) double squares_of(
-    Run r, const Numbers *k, const float *scale, int decay, int64_t dp, int64_t dg) {
+INLINE double squares_of(Run r, const Numbers *k, const float *scale, int decay, int64_t dp,
+                         int64_t dg, int half) {
     double sums[LANES] = {0}, sum = 0;
     int64_t i = 0;
     for (; i + LANES <= r.n; i += LANES)
         for (int j = 0; j < LANES; j++) {
-            double g = GRADIENT(r.g[(i + j) * dg], r.p[(i + j) * dp]);
+            double g = GRADIENT(get(r.g, (i + j) * dg, half), get(r.p, (i + j) * dp, half));
             sums[j] += g * g;
         }
     for (; i < r.n; i++) {
-        double g = GRADIENT(r.g[i * dg], r.p[i * dp]);
+        double g = GRADIENT(get(r.g, i * dg, half), get(r.p, i * dp, half));
         sum += g * g;
     }
     for (int j = 0; j < LANES; j++) sum += sums[j];
@@ -94,44 +117,52 @@ static inline __attribute__((always_inline)) double squares_of(
 
 static double squares(Run r, const Numbers *k, const Step *s) {
     if (r.dp != 1 || r.dg != 1 || s->scale)
-        return squares_of(r, k, s->scale, s->decay, r.dp, r.dg);
-    return s->decay == COUPLED ? squares_of(r, k, 0, COUPLED, 1, 1)
-                                 : squares_of(r, k, 0, NONE, 1, 1);
+        return squares_of(r, k, s->scale, s->decay, r.dp, r.dg, s->half);
+#define CASE(D, H) \
+    if ((s->decay == COUPLED) == (D == COUPLED) && s->half == H) \
+        return squares_of(r, k, 0, D, 1, 1, H);
+    CASE(COUPLED, 0) CASE(COUPLED, 1) CASE(NONE, 0)
+#undef CASE
+    return squares_of(r, k, 0, NONE, 1, 1, 1);
 }
 
-static inline __attribute__((always_inline)) void move_of(
-    Run r, const Numbers *k, const float *scale, float inv, float b, int rule, int decay,
-    int64_t dp, int64_t dg, int64_t dm) {
-    float *restrict p = r.p, *restrict m = r.m;
-    const float *restrict gs = r.g;
+/* In float32 as torch moves in place, in bfloat16 as it does with temporaries. */
+INLINE void move_of(Run r, const Numbers *k, const float *scale, float inv, float b, int rule,
+                    int decay, int64_t dp, int64_t dg, int64_t dm, int half) {
+    char *restrict p = r.p, *restrict m = r.m;
+    const char *restrict gs = r.g;
     for (int64_t i = 0; i < r.n; i++) {
-        float x = p[i * dp], g = GRADIENT(gs[i * dg], x);
+        float x = get(p, i * dp, half), g = GRADIENT(get(gs, i * dg, half), x), mean;
         if (decay == DECOUPLED) x *= k->shrink;
-        if (rule == PLAIN) {
-            x = fmaf(-k->lam_ * g, inv, x); /* x_j <- x_{j-1} - lam g/b_j */
-        } else if (rule == MOMENTUM) {
-            m[i * dm] = k->mu_ * m[i * dm] + g / b; /* buf <- mu buf + g/b_j */
-            x = fmaf(m[i * dm], -k->lam_, x);       /* x_j <- x_{j-1} - lam buf */
-        } else {
-            m[i * dm] = fmaf(g, k->rest, k->mu_ * m[i * dm]); /* m_j <- beta m_{j-1} + (1-beta) g */
-            x = fmaf(-k->lam_ * m[i * dm], inv, x); /* x_j <- x_{j-1} - lam/b_j m_j/(1-beta^t) */
+        if (rule == PLAIN) { /* x_j <- x_{j-1} - lam g/b_j */
+            x = half ? x - k->lam_ * (g / b) : fmaf(-k->lam_ * g, inv, x);
+        } else if (rule == MOMENTUM) { /* buf <- mu buf + g/b_j, x_j <- x_{j-1} - lam buf */
+            mean = k->mu_ * get(m, i * dm, half) + g / b;
+            x = half ? x - k->lam_ * mean : fmaf(mean, -k->lam_, x);
+            put(m, i * dm, mean, half);
+        } else { /* m_j <- beta m_{j-1} + (1-beta) g, x_j <- x_{j-1} - lam/b_j m_j/(1-beta^t) */
+            mean = k->mu_ * get(m, i * dm, half);
+            mean = half ? mean + k->rest * g : fmaf(g, k->rest, mean);
+            x = half ? x - k->lam_ * (mean * inv / b) : fmaf(-k->lam_ * mean, inv, x);
+            put(m, i * dm, mean, half);
         }
-        p[i * dp] = x;
+        put(p, i * dp, x, half);
     }
 }
 
 static void move(Run r, const Numbers *k, const Step *s, float inv, float b) {
-#define CASE(R, D) \
-    if (s->rule == R && s->decay == D) { \
-        move_of(r, k, 0, inv, b, R, D, 1, 1, 1); \
+#define CASE(R, D, H) \
+    if (s->rule == R && s->decay == D && s->half == H) { \
+        move_of(r, k, 0, inv, b, R, D, 1, 1, 1, H); \
         return; \
     }
+#define CASES(R) \
+    CASE(R, NONE, 0) CASE(R, COUPLED, 0) CASE(R, DECOUPLED, 0) \
+    CASE(R, NONE, 1) CASE(R, COUPLED, 1) CASE(R, DECOUPLED, 1)
     if (r.dp == 1 && r.dg == 1 && r.dm == 1 && !s->scale) {
-        CASE(PLAIN, NONE) CASE(PLAIN, COUPLED) CASE(PLAIN, DECOUPLED)
-        CASE(MOMENTUM, NONE) CASE(MOMENTUM, COUPLED) CASE(MOMENTUM, DECOUPLED)
-        CASE(ADAM, NONE) CASE(ADAM, COUPLED) CASE(ADAM, DECOUPLED)
+        CASES(PLAIN) CASES(MOMENTUM) CASES(ADAM)
     }
-    move_of(r, k, s->scale, inv, b, s->rule, s->decay, r.dp, r.dg, r.dm);
+    move_of(r, k, s->scale, inv, b, s->rule, s->decay, r.dp, r.dg, r.dm, s->half);
 }
 
 /* b_j <- b_{j-1} + lam^2 |g|^2/b_{j-1}; NaN where it would be infinite. */
@@ -171,31 +202,34 @@ static int settle(const int64_t *r, int64_t row, float new, int finite, const Nu
     *inv = 1 / *b;
     if (s->rule == ADAM) {
         float t = ((float *)r[T])[row] += 1;
-        *inv = (float)(1 / (1 - exp2((t < 1 ? 1 : t) * k->log_mu))) / *b;
+        *inv = (float)(1 / (1 - exp2((t < 1 ? 1 : t) * k->log_mu)));
+        if (!s->half) *inv /= *b;
     }
     return 1;
 }
 
 /* What is done to each run of a row's elements from `begin` to `end`: its squares are summed or, if
  * `inv` is given, it moves. */
-static double each_run(const int64_t *r, const float *g, int64_t row, int64_t begin, int64_t end,
+static double each_run(const int64_t *r, int64_t grad, int64_t row, int64_t begin, int64_t end,
                        const Numbers *k, const Step *s, const float *inv, float b) {
-    float *p = (float *)r[P], *m = (float *)(r[BUF] ? r[BUF] : r[P]);
+    int64_t size = s->half ? 2 : 4;
+    char *p = (char *)r[P], *m = (char *)(r[BUF] ? r[BUF] : r[P]);
+    const char *g = (const char *)grad;
     double sum = 0;
     if (r[DENSE]) {
-        int64_t at = row * r[LENGTH] + begin;
+        int64_t at = (row * r[LENGTH] + begin) * size;
         Run run = {p + at, m + at, g + at, end - begin, 1, 1, 1};
         if (!inv) return squares(run, k, s);
         move(run, k, s, *inv, b);
         return 0;
     }
-    const int64_t *size = r + LAYOUT, *sp = size + 4, *sg = sp + 6, *sm = sg + 6;
-    int64_t inner = size[3], i = row / size[0], j = row % size[0];
+    const int64_t *sizes = r + LAYOUT, *sp = sizes + 4, *sg = sp + 6, *sm = sg + 6;
+    int64_t inner = sizes[3], i = row / sizes[0], j = row % sizes[0];
     for (int64_t e = begin; e < end;) {
-        int64_t c = e / inner % size[2], d = e / (inner * size[2]) % size[1];
-        int64_t f = e / (inner * size[2] * size[1]), at = e % inner;
+        int64_t c = e / inner % sizes[2], d = e / (inner * sizes[2]) % sizes[1];
+        int64_t f = e / (inner * sizes[2] * sizes[1]), at = e % inner;
         int64_t n = inner - at < end - e ? inner - at : end - e;
-#define SPOT(to) (i * to[0] + j * to[1] + f * to[2] + d * to[3] + c * to[4] + at * to[5])
+#define SPOT(to) (size * (i * to[0] + j * to[1] + f * to[2] + d * to[3] + c * to[4] + at * to[5]))
         Run run = {p + SPOT(sp), m + SPOT(sm), g + SPOT(sg), n, sp[5], sg[5], sm[5]};
         if (!inv)
             sum += squares(run, k, s);
@@ -226,7 +260,7 @@ static void step_rows(const int64_t *item, int mode, const Step *s) {
         double sq = mode == REST ? s->sums[item[SLOT] + n] : 0;
         for (int64_t i = 0; i < f[MEMBERS] && mode != REST; i++) {
             const int64_t *r = first + i * WORDS;
-            sq += each_run(r, (const float *)grads[i], row, 0, r[LENGTH], &k, s, 0, 0);
+            sq += each_run(r, grads[i], row, 0, r[LENGTH], &k, s, 0, 0);
         }
         int finite;
         float b, inv, new = propose(f, row, sq, &k, s, &finite);
@@ -239,7 +273,7 @@ static void step_rows(const int64_t *item, int mode, const Step *s) {
         for (int64_t i = 0; i < f[MEMBERS]; i++) {
             const int64_t *r = first + i * WORDS;
             if (settle(r, row, new, finite, &k, s, &inv, &b))
-                each_run(r, (const float *)grads[i], row, 0, r[LENGTH], &k, s, &inv, b);
+                each_run(r, grads[i], row, 0, r[LENGTH], &k, s, &inv, b);
         }
     }
 }
@@ -263,10 +297,9 @@ static void settle_long(const int64_t *l, int mode, const Step *s) {
 /* A piece of a long row: its sum or, with the factors found since, its move. */
 static double step_piece(const int64_t *item, const float *factor, const Step *s) {
     const int64_t *r = s->records + item[RECORD] * WORDS;
-    const float *g = (const float *)s->grads[item[RECORD]];
     Numbers k = numbers(r, s);
     if (k.lam == 0 || (factor && factor[1] == 0)) return 0;
-    return each_run(r, g, item[P_ROW], item[BEGIN], item[END], &k, s, factor,
+    return each_run(r, s->grads[item[RECORD]], item[P_ROW], item[BEGIN], item[END], &k, s, factor,
                     factor ? factor[1] : 0);
 }
 

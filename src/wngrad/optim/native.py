@@ -31,6 +31,7 @@ from wngrad.optim.layout import Layout, layout
 from wngrad.optim.pieces import Family
 from wngrad.optim.tables import Method, Refused, address
 
+DTYPES = (torch.float32, torch.bfloat16)
 PIECE = 2**16  # elements of an item of work, and of a piece of a row twice as long or longer
 ALONE = 2**15  # elements that are stepped before another thread would have woken up
 _SOURCE = Path(__file__).with_name("native.c")
@@ -75,7 +76,7 @@ class _Step(ctypes.Structure):
             *("records", "families", "absent", "rows", "pieces", "longs"),
             *("how_many", "whole", "cut", "long_rows"),
             *("sums", "factors", "bad", "conf", "grads"),
-            *("rule", "decay", "skip", "latch", "scale", "found"),
+            *("rule", "decay", "skip", "latch", "half", "scale", "found"),
         )
     ]
 
@@ -183,6 +184,7 @@ class Launch:
             *(len(families), len(work.rows) // 4, len(work.pieces) // 5, len(work.longs) // 5),
             *map(_at, scratch),
             *(words, words + 8 * head, method.rule, method.decay, method.skip, method.latch),
+            method.dtype == torch.bfloat16,
         )
         self._at = ctypes.addressof(self._step)
 
