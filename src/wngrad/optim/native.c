@@ -16,28 +16,25 @@
 #include <string.h>
 
 /* The words of a parameter's record; a layout follows: 4 sizes, then the 6 strides of each tensor. */
-enum { P, B, BUF, T, SKIPPED, LENGTH, ROWS, GROUP, HOLD, DENSE, LAYOUT, WORDS = LAYOUT + 22 };
+enum { P, B, BUF, T, SKIPPED, LENGTH, GROUP, HOLD, DENSE, LAYOUT, WORDS = LAYOUT + 22 };
 enum { LAM, LAM_KIND, MU, LOG_MU, DECAY_RATE, START, SIGN, SPARE, SETTINGS }; /* of a group */
-enum { FIRST, MEMBERS, ABSENT, ABSENTS, FAMILY };  /* its records, and the b of those not here */
-enum { OF, ROW, COUNT, SLOT, ITEM };               /* an item: rows of a family */
-enum { RECORD, P_ROW, FACTOR, BEGIN, END, PIECE }; /* an item: a piece of a record's row */
+enum { FIRST, MEMBERS, ABSENT, ABSENTS, FAMILY }; /* its records, and the b of those not here */
+enum { OF, ROW, COUNT, SLOT, ITEM };              /* rows of a family */
+enum { RECORD, P_ROW, FACTOR, BEGIN, END, PIECE };       /* a piece of a record's row */
 enum { L_OF, L_ROW, L_FACTOR, L_PIECES, L_FIRST, LONG }; /* a family's row in pieces */
 enum { ALL, LOOK, REST }; /* a step; or its sums, to be looked at, and then what is left of it */
-enum { PLAIN, MOMENTUM, ADAM };          /* Algorithms 3, 3 with momentum, and 4 */
-enum { NONE, COUPLED, DECOUPLED };       /* weight decay */
-#define LANES 32                         /* sums side by side, whatever the machine */
-#define FLOOR 0x1p-103                   /* float32's smallest normal number over its epsilon */
+enum { PLAIN, MOMENTUM, ADAM };    /* Algorithms 3, 3 with momentum, and 4 */
+enum { NONE, COUPLED, DECOUPLED }; /* weight decay */
+#define LANES 32                   /* sums side by side, whatever the machine */
+#define FLOOR 0x1p-103             /* float32's smallest normal number over its epsilon */
 
-/* A step of some families; native.py has it field for field. `rows` are items of whole rows;
- * `pieces` are those of the long rows, `longs`, and `factors` are two for each record of each. The
- * sums of pieces lie first in `sums`; those of whole rows follow where they are looked at, and
- * `bad` counts the rows of each family that are not finite. */
+/* What steps, and how; native.py has it field for field. */
 typedef struct {
     const int64_t *records, *families, *absent, *rows, *pieces, *longs;
-    int64_t how_many, whole, cut, long_rows; /* families, items, items, and long rows */
-    double *sums;
-    float *factors;
-    int32_t *bad;
+    int64_t how_many, whole, cut, long_rows; /* of families, rows, pieces, longs */
+    double *sums;   /* of pieces; then of whole rows, where they are looked at */
+    float *factors; /* two for each record of each long row */
+    int32_t *bad;   /* rows of each family that are not finite */
     const int64_t *conf, *grads;
     int64_t rule, decay, skip, latch, half; /* half: in bfloat16 instead of float32 */
     const float *scale, *found; /* of a GradScaler, or null */

@@ -159,15 +159,14 @@ class Launch:
         first = 0
         for family, group in families:
             kin += [first, len(family.pieces), len(absent), len(family.absent)]
-            absent += [b.data_ptr() for b in family.absent]
             first += len(family.pieces)
-            sizes.append([])
-            for part in family.pieces:
-                shape = cast(Layout, layout(part, part.state.get(buffer)))
-                records += [part.p.data_ptr(), *(address(part, key) for key in ("b", buffer, "t"))]
-                records += [address(part, "skipped"), shape.length, shape.rows, group]
-                records += [int(family.hold), int(shape.dense), *shape.words()]
-                sizes[-1].append(shape)
+            absent += [b.data_ptr() for b in family.absent]
+            sizes.append([cast(Layout, layout(p, p.state.get(buffer))) for p in family.pieces])
+            for part, shape in zip(family.pieces, sizes[-1], strict=True):
+                keys = ("b", buffer, "t", "skipped")
+                records += [part.p.data_ptr(), *(address(part, key) for key in keys)]
+                records += [shape.length, group, int(family.hold), int(shape.dense)]
+                records += shape.words()
         work = _work(sizes)
         self._elements = sum(s.rows * s.length for some in sizes for s in some)
         self._words = np.zeros(len(index), np.int64)  # settings, `head` of them, and gradients
@@ -175,7 +174,8 @@ class Launch:
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
         tables = (records, kin, absent, work.rows, work.pieces, work.longs)
-        scratch = [np.zeros(work.sums), np.zeros(2 * work.factors, np.float32), self._bad]
+        sums = np.zeros(len(work.pieces) // 5 + (work.whole if method.looks else 0))
+        scratch = [sums, np.zeros(2 * work.factors, np.float32), self._bad]
         # Held here, since the call only knows where they lie.
         self._held = [np.array(words, np.int64) for words in tables] + scratch
         words = _at(self._words)
@@ -214,7 +214,7 @@ class _Work(NamedTuple):
     rows: list[int]
     pieces: list[int]
     longs: list[int]
-    sums: int  # room for those of all pieces, then of all whole rows
+    whole: int  # rows that are
     factors: int
 
 
@@ -241,9 +241,8 @@ def _work(families: list[list[Layout]]) -> _Work:
                         pieces += [k, row, factors, begin, min(begin + PIECE, s.length)]
                     factors += 1
         first += len(sizes)
-    cut = len(pieces) // 5
-    rows[3::4] = [cut + slot for slot in rows[3::4]]  # after the sums of the pieces
-    return _Work(rows, pieces, longs, cut + wholes, factors)
+    rows[3::4] = [len(pieces) // 5 + slot for slot in rows[3::4]]  # after the sums of the pieces
+    return _Work(rows, pieces, longs, wholes, factors)
 
 
 def _library_or_fail() -> ctypes.CDLL:
