@@ -102,14 +102,15 @@ INLINE double squares_of(Run r, const Numbers *k, const float *scale, int decay,
     for (; i + LANES <= r.n; i += LANES)
         for (int j = 0; j < LANES; j++) {
             double g = GRADIENT(get(r.g, (i + j) * dg, half), get(r.p, (i + j) * dp, half));
-            sums[j] += g * g;
+            sums[j] = fma(g, g, sums[j]);
         }
     for (; i < r.n; i++) {
         double g = GRADIENT(get(r.g, i * dg, half), get(r.p, i * dp, half));
         sum += g * g;
     }
-    for (int j = 0; j < LANES; j++) sum += sums[j];
-    return sum;
+    for (int n = LANES / 2; n; n /= 2)
+        for (int j = 0; j < n; j++) sums[j] += sums[j + n];
+    return sum + sums[0];
 }
 
 static double squares(Run r, const Numbers *k, const Step *s) {
