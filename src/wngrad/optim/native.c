@@ -108,9 +108,9 @@ INLINE double squares_of(Run r, const Numbers *k, const float *scale, int decay,
         double g = GRADIENT(get(r.g, i * dg, half), get(r.p, i * dp, half));
         sum += g * g;
     }
-    for (int n = LANES / 2; n; n /= 2)
-        for (int j = 0; j < n; j++) sums[j] += sums[j + n];
-    return sum + sums[0];
+#define FOLD(n) for (int j = 0; j < n; j++) sums[j] += sums[j + n];
+    FOLD(16) FOLD(8) FOLD(4) FOLD(2)
+    return sum + (sums[0] + sums[1]);
 }
 
 static double squares(Run r, const Numbers *k, const Step *s) {
@@ -207,9 +207,10 @@ static int settle(const int64_t *r, int64_t row, float new, int finite, const Nu
 }
 
 /* What is done to each run of a row's elements from `begin` to `end`: its squares are summed or, if
- * `inv` is given, it moves. */
-static double each_run(const int64_t *r, int64_t grad, int64_t row, int64_t begin, int64_t end,
-                       const Numbers *k, const Step *s, const float *inv, float b) {
+ * `inv` is given, it moves. (All of it in one function, which saves half of a short row's time.) */
+__attribute__((flatten)) static double each_run(
+    const int64_t *r, int64_t grad, int64_t row, int64_t begin, int64_t end, const Numbers *k,
+    const Step *s, const float *inv, float b) {
     int64_t size = s->half ? 2 : 4;
     char *p = (char *)r[P], *m = (char *)(r[BUF] ? r[BUF] : r[P]);
     const char *g = (const char *)grad;
