@@ -3,8 +3,8 @@
 Compiling takes some two seconds, once for a machine; the result is kept in the user's cache
 folder. Where there is no C compiler the plain path is taken, and `why_plain` says so.
 
-Tried on two cores with 38 M float32 parameters, in milliseconds a step, where torch's SGD takes 6 to
-10, as the machine's other users let it: torch's own operations, rows in cache-sized pieces
+Tried on two cores with 38 M float32 parameters, in milliseconds a step, where torch's SGD takes 6
+to 10, as the machine's other users let it: torch's own operations, rows in cache-sized pieces
 (`rows`), 30 to 40; the same rule through `torch.compile` 12 to 14, compiled anew for each shape;
 this 7 to 10. No faster: asking for a row's parameters while its gradient is summed, or for the next
 gradient while the row moves; summing the next row on the way; eight rows at a time (slower).
