@@ -171,6 +171,10 @@ def test_the_state_of_another_kind_of_optimizer_is_refused():
         ("momentum", torch.tensor(0.5)),
         ("momentum", "0.5"),
         ("momentum", 1),
+        ("momentum", 1.0),
+        ("momentum", math.nan),
+        ("weight_decay", -1.0),
+        ("weight_decay", math.inf),
     ],
     ids=str,
 )

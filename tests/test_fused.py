@@ -659,6 +659,36 @@ def test_ranks_that_must_agree_go_the_plain_way(automatic, tmp_path):
 # ------------------------------------------------------------------ what is not finite, and scalers
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("absent", [(), (0,), (1,)])
+def test_relatives_of_different_sizes_are_refused_however_they_came_together(
+    order, absent, automatic
+):
+    both = Both(WNGrad, drawn(*[(2, 3), (5, 3)][::order]), fused=None)
+    both.step(0)
+    before = [p.detach().clone() for p in both.ours]
+    both.set(joint=True)
+    both.give(1, absent)
+    for opt in (both.fused, both.plain):
+        with pytest.raises(RuntimeError, match="size"):
+            opt.step()
+    assert all(torch.equal(p, x) for p, x in zip(both.ours, before, strict=True))
+    both.fused.param_groups[0]["fused"] = True
+    with pytest.raises(ValueError, match="its relatives differ in the number of their blocks"):
+        both.fused.step()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_relative_without_a_buffer_does_not_cost_the_others_theirs(late, automatic):
+    both = Both(WNGrad, drawn((8, 30), (8, 30)), fused=None, momentum=0.9, joint=True)
+    both.step(0, absent=(late,))
+    for k, mu in enumerate((0.0, 0.0, 0.9, 0.9), 1):
+        both.set(momentum=mu)
+        both.step(k)
+        some = "only some of its relatives have a buffer" in both.fused.why_plain().values()
+        assert some == (mu == 0)
+
+
 @pytest.mark.parametrize("options", [{}, {"per": "model"}], ids=str)
 def test_a_refused_gradient_changes_nothing_on_either_path(options, automatic):
     tensors = [*drawn((3, 5)), *drawn((3, 2), dtype=torch.float64)]

@@ -181,6 +181,19 @@ def test_relatives_share_their_b_as_on_the_plain_path(
             assert_same(pairs)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("absent", [(), (0,), (1,)])
+def test_relatives_of_different_sizes_are_refused(order, absent):
+    same = both_kernels.test_relatives_of_different_sizes_are_refused_however_they_came_together
+    same(order, absent, automatic=None)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_relative_without_a_buffer_does_not_cost_the_others_theirs(late):
+    same = both_kernels.test_a_relative_without_a_buffer_does_not_cost_the_others_theirs
+    same(late, automatic=None)
+
+
 def test_raise_looks_at_every_parameter_before_the_first_is_changed():
     """Of two groups, which step in two calls; short rows, and long ones in pieces."""
     shapes = [(3, 5), (2, 200_001), (7,)]

@@ -111,10 +111,8 @@ def settings(owner: str, group: dict[str, Any], part: str) -> None:
     """
     group["b_init"] = b_init(owner, group["b_init"])
     nonfinite(owner, group["nonfinite"])
-    if type(group["weight_decay"]) is not float:
-        group["weight_decay"] = finite(owner, "weight_decay", group["weight_decay"])
-    if type(group[part]) is not float:
-        group[part] = fraction(owner, part, group[part])
+    group["weight_decay"] = finite(owner, "weight_decay", group["weight_decay"])
+    group[part] = fraction(owner, part, group[part])
 
 
 def representable(owner: str, start: BInit, dtype: torch.dtype) -> None:

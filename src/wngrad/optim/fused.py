@@ -83,12 +83,16 @@ def why_not(family: Family, buffer: str) -> str | None:
         return reason
     if len({(part.p.device, part.p.dtype) for part in family.pieces}) > 1:
         return "its relatives differ in device or type"
+    if len({b.numel() for b in (*(part.state["b"] for part in family.pieces), *family.absent)}) > 1:
+        return "its relatives differ in the number of their blocks"  # the plain path refuses that
+    if len({buffer in part.state for part in family.pieces}) > 1:
+        return "only some of its relatives have a buffer"
     lr, device = family.group["lr"], family.pieces[0].p.device
     if (found := rate(lr)) is None or found.kind < 0:
         return f"`lr` is a tensor of type {lr.dtype}"
     if found.kind and lr.device != device:
         return f"`lr` is on {lr.device}"
-    if not all(_readable(b, torch.float32, device) for b in family.absent):
+    if not all(_solid(b) and _readable(b, torch.float32, device) for b in family.absent):
         return "a relative's b is of another type or on another device"
     reasons = (_why_not(part, family.group, buffer) for part in family.pieces)
     return next((reason for reason in reasons if reason), None)

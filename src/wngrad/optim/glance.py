@@ -77,7 +77,9 @@ def glance(opt: BlockOptimizer, before: Glance | None) -> Glance | None:
         if lam is None or not plain:
             return None
         blocks = per if type(per) is str else tuple(per)
-        numbers, choice = _read(mu, *settings)
+        if (found := _read(mu, *settings)) is None:
+            return None
+        numbers, choice = found
         words += lam
         words += numbers
         still = lam == (0, 0)  # A group without rate takes no part.
@@ -128,8 +130,10 @@ def rate(lr: float | Tensor) -> Rate | None:
 @lru_cache(maxsize=1024, typed=True)
 def _read(
     mu: float, decay: float, start: Any, maximize: bool, *others: Any
-) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """A group's numbers but λ, for a table; and all that a plan depends on."""
+) -> tuple[tuple[int, ...], tuple[Any, ...]] | None:
+    """A group's numbers but λ, for a table; and all that a plan depends on. None if one is bad."""
+    if not (0 <= mu < 1 and 0 <= decay < math.inf):
+        return None
     log_mu = math.log2(mu) if mu > 0 else -math.inf
     c = start[1] if isinstance(start, tuple) else start
     sign = -1.0 if maximize else 1.0

@@ -176,14 +176,14 @@ class Launch:
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
         tables = (records, kin, absent, work.rows, work.pieces, work.longs)
-        sums = np.zeros(len(work.pieces) // 5 + (work.whole if method.looks else 0))
+        sums = np.zeros(len(work.pieces) + (work.whole if method.looks else 0))
         scratch = [sums, np.zeros(2 * work.factors, np.float32), self._bad]
         # Held here, since the call only knows where they lie.
         self._held = [np.array(words, np.int64) for words in tables] + scratch
         words = _at(self._words)
         self._step = _Step(
             *map(_at, self._held[: len(tables)]),
-            *(len(families), len(work.rows) // 4, len(work.pieces) // 5, len(work.longs) // 5),
+            *(len(families), len(work.rows), len(work.pieces), len(work.longs)),
             *map(_at, scratch),
             *(words, words + 8 * head, method.rule, method.decay, method.skip, method.latch),
             method.dtype == torch.bfloat16,
@@ -196,55 +196,57 @@ class Launch:
         self._step.scale, self._step.found = _pointer(self._scale), _pointer(self._found)
 
     def step(self) -> None:
-        self._take(_REST if self.method.looks else _ALL)
+        """Take the step; where it is looked at, what `bad` has left of it."""
+        self._run(_REST if self.method.looks else _ALL)
 
     def bad(self) -> Refused | None:
         """A parameter with rows that are not finite, if that is to be known."""
         self._bad[:] = 0
-        self._take(_LOOK)
+        self._run(_LOOK)
         found = np.flatnonzero(self._bad)
         return Refused(self._owners[found[0]], int(self._bad[found[0]])) if len(found) else None
 
-    def _take(self, mode: int) -> None:
+    def _run(self, mode: int) -> None:
         threads = 1 if self._elements <= ALONE else torch.get_num_threads()
         self._call(self._at, mode, threads)
 
 
 class _Work(NamedTuple):
-    """Items of whole rows, the pieces of long rows, and the long rows themselves."""
+    """Items of whole rows, the pieces of long rows, and the long rows themselves, as C has them."""
 
-    rows: list[int]
-    pieces: list[int]
-    longs: list[int]
+    rows: list[tuple[int, ...]]
+    pieces: list[tuple[int, ...]]
+    longs: list[tuple[int, ...]]
     whole: int  # rows that are
     factors: int
 
 
 def _work(families: list[list[Layout]]) -> _Work:
     """Cut alike for any number of threads, so that they cannot change a sum."""
-    rows: list[int] = []
-    pieces: list[int] = []
-    longs: list[int] = []
-    wholes = factors = first = 0
+    rows: list[tuple[int, ...]] = []
+    pieces: list[tuple[int, ...]] = []
+    longs: list[tuple[int, ...]] = []
+    whole = factors = first = 0
     for i, sizes in enumerate(families):
         length, count = sum(s.length for s in sizes), sizes[0].rows
         if length < 2 * PIECE:
             each = max(1, PIECE // max(1, length))
             for row in range(0, count, each):
                 n = min(each, count - row)
-                rows += [i, row, n, wholes]
-                wholes += n
+                rows.append((i, row, n, whole))
+                whole += n
         else:
+            cuts = sum(-(-s.length // PIECE) for s in sizes)
             for row in range(count):
-                longs += [i, row, factors, sum(-(-s.length // PIECE) for s in sizes)]
-                longs.append(len(pieces) // 5)
+                longs.append((i, row, factors, cuts, len(pieces)))
                 for k, s in enumerate(sizes, first):
                     for begin in range(0, s.length, PIECE):
-                        pieces += [k, row, factors, begin, min(begin + PIECE, s.length)]
+                        pieces.append((k, row, factors, begin, min(begin + PIECE, s.length)))
                     factors += 1
         first += len(sizes)
-    rows[3::4] = [len(pieces) // 5 + slot for slot in rows[3::4]]  # after the sums of the pieces
-    return _Work(rows, pieces, longs, wholes, factors)
+    # The sums of whole rows lie after those of the pieces.
+    rows = [(i, row, n, len(pieces) + slot) for i, row, n, slot in rows]
+    return _Work(rows, pieces, longs, whole, factors)
 
 
 def _library_or_fail() -> ctypes.CDLL:
