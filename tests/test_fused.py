@@ -636,6 +636,57 @@ def test_a_gradient_of_another_type_goes_the_plain_way(automatic):
     assert both.fused.why_plain()[both.ours[0]] == "its gradient is of type torch.float32"
 
 
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="torch 2.10 or later")
+@pytest.mark.parametrize("guards", [True, False])
+def test_gradients_that_change_where_they_lie_are_seen(automatic, monkeypatch, guards):
+    """The same memory as another type, with other strides, with its sign still to be turned."""
+    if not guards:  # as with a torch that does not answer
+        monkeypatch.setattr(launch, "alike", lambda params, grads: None)
+    both = Both(WNGrad, drawn((4, 4), dtype=torch.bfloat16), fused=None)
+    for p in both.pairs[0]:
+        p.grad_dtype = None
+    g = drawn((4, 4), dtype=torch.bfloat16)[0].to(DEVICE)
+    negative = torch._neg_view(g)
+    kinds = [g, g, g.view(torch.float16), g, g.t(), g.t(), negative, g, g, negative]
+    for grad in kinds:
+        for p in both.pairs[0]:
+            p.grad = grad
+        both.fused.step()
+        both.plain.step()
+        both.assert_together()
+        both.theirs[0].data.copy_(both.ours[0].data)
+    assert bool(both.fused._engine.latest.alike) == guards
+
+
+@pytest.mark.parametrize("turn", [lambda x: x.t(), lambda x: x.view(2, 8), lambda x: x[:2]])
+def test_a_parameter_that_is_another_view_of_its_memory_is_seen(automatic, turn):
+    both = Both(WNGrad, drawn((4, 4)), fused=None)
+    both.step(0)
+    both.step(1)
+    for p in both.pairs[0]:
+        p.grad, p.data = None, turn(p.data)
+    both.give(2)
+    if both.ours[0].shape == (4, 4):
+        both.fused.step()
+        both.plain.step()
+        both.assert_together()
+        return
+    for opt in (both.fused, both.plain):
+        with pytest.raises(ValueError, match="neither `per` nor a shape may change"):
+            opt.step()
+
+
+def test_a_step_holds_no_gradient(automatic):
+    """One that is set to None is freed."""
+    both = Both(WNGrad, drawn((4, 4)), fused=None)
+    for k in range(3):
+        both.step(k)
+    p = both.ours[0]
+    gone = weakref.ref(p.grad)
+    p.grad = None
+    assert gone() is None
+
+
 @pytest.mark.skipif(CUDA, reason="one CPU process is enough")
 def test_ranks_that_must_agree_go_the_plain_way(automatic, tmp_path):
     """Only the plain path asks the other ranks before it refuses a gradient."""

@@ -110,7 +110,7 @@ class BlockOptimizer(Optimizer):
         """Take the step if an earlier one was like it, all of it fused."""
         if self._engine.latest is None or fused.watched():
             return False
-        now = glance(self, self._engine.before)
+        now = glance(self, self._engine.before, self._engine.latest.alike)
         plan = self._engine.earlier(now)
         if plan is None or now is None or plan.left:
             return False
@@ -118,7 +118,7 @@ class BlockOptimizer(Optimizer):
         return True
 
     def _plan(self, families: list[Family]) -> tuple[Plan, Glance]:
-        now = glance(self, None)
+        now = glance(self, None, None)
         assert now is not None  # its families have been made
         plan = self._engine.earlier(now)
         if plan is None:

@@ -23,7 +23,7 @@ Per = PerName | Sequence[Sequence[int]] | Callable[[Tensor], Sequence[int]]
 CHUNK = 2**18
 LARGE = 2**20  # where there are no temporaries
 FAR = 2**22  # not on a CPU: there a few launches matter more than the cache
-IN_PLACE = (torch.float32, torch.float64)  # types a CPU can move in place: x needs none wider
+IN_PLACE = (torch.float32, torch.float64)  # types that can be moved in place: x needs none wider
 
 
 def named_shape(shape: Shape, per: PerName) -> Shape:
@@ -111,13 +111,13 @@ def sq_norm(g: Tensor, b_shape: Shape, *, traced: bool = True) -> Tensor:
 
     No finite float32, bfloat16 or float16 gradient overflows or underflows here, and the result
     does not depend on the order of summation by more than float32's rounding. Unless autograd or a
-    compiler is to see it, a CPU does it without a copy of g in float64.
+    compiler is to see it, the squares are not written down.
     """
     dims = [i for i, n in enumerate(b_shape) if n == 1]
     wide = accumulator(g.device)
     if not dims:  # An empty list of dimensions would make torch sum over all of them.
         return g.to(wide).square()
-    if traced or g.device.type != "cpu":
+    if traced or g.device.type not in ("cpu", "cuda"):
         return g.to(wide).square().sum(dims, keepdim=True)
     norm: Tensor = torch.linalg.vector_norm(g, dim=dims, keepdim=True, dtype=wide)
     return norm.square()

@@ -88,9 +88,9 @@ def why_not(family: Family, buffer: str) -> str | None:
     if len({buffer in part.state for part in family.pieces}) > 1:
         return "only some of its relatives have a buffer"
     lr, device = family.group["lr"], family.pieces[0].p.device
-    if (found := rate(lr)) is None or found.kind < 0:
+    if (found := rate(lr)) is None or found[1] < 0:
         return f"`lr` is a tensor of type {lr.dtype}"
-    if found.kind and lr.device != device:
+    if found[1] and lr.device != device:
         return f"`lr` is on {lr.device}"
     if not all(_solid(b) and _readable(b, torch.float32, device) for b in family.absent):
         return "a relative's b is of another type or on another device"

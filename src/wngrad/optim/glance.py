@@ -7,9 +7,10 @@ ready, so this is all it costs the host. It is written for speed.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache, reduce
 from itertools import chain
-from operator import attrgetter, itemgetter, or_
+from operator import attrgetter, is_, itemgetter, or_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,16 +34,13 @@ _settings = itemgetter(
     "fused",
     "stochastic_rounding",
 )
-_GRAD, _BYTES = attrgetter("grad"), attrgetter("nbytes")
-_ADDRESS, _STRIDE, _DENSE = Tensor.data_ptr, Tensor.stride, Tensor.is_contiguous
+_GRAD, _KIND = attrgetter("grad"), attrgetter("dtype", "shape")
+_ADDRESS, _STRIDE = Tensor.data_ptr, Tensor.stride
+_PENDING = Tensor.is_neg  # Its sign is still to be turned.
 _FLOATS = {torch.float32: 1, torch.float64: 2}
 
 
-class Rate(NamedTuple):
-    """λ as the kernel reads it."""
-
-    word: int
-    kind: int  # 0: the word is the number; 1, 2: it is where a float32 or float64 lies; -1: neither
+Alike = Callable[[list[Tensor], list[Any]], bool]
 
 
 class Glance(NamedTuple):
@@ -50,81 +48,126 @@ class Glance(NamedTuple):
 
     simple: bool  # parameters, gradients and state are plain memory
     where: list[int]  # where parameters and state lie
-    key: list[Any]  # all else that its plan depends on
+    kinds: list[Any]  # which parameters there are; types, shapes and strides
+    choices: list[Any]  # all else that its plan depends on
     words: list[int]  # the numbers of each group, then where the gradients lie
 
     def frozen(self) -> tuple[Any, ...]:
-        """The key as one for a dictionary."""
-        parts = (self.where, *self.key)
+        """All but the words, for a dictionary."""
+        parts = (self.where, *self.kinds, self.choices)
         return tuple(tuple(part) if isinstance(part, list) else part for part in parts)
 
     def like(self, other: Glance) -> bool:
         """Whether one plan does for both."""
-        return (self.where is other.where or self.where == other.where) and self.key == other.key
+        return self[1:4] == other[1:4]
 
 
-def glance(opt: BlockOptimizer, before: Glance | None) -> Glance | None:
+def glance(opt: BlockOptimizer, before: Glance | None, alike: Alike | None) -> Glance | None:
     """The step that is due, or None if a setting must be put right first.
 
     What is as it was `before` is not looked at any further.
+
+    Args:
+        alike: whether tensors are of the kinds they were `before`.
     """
     words: list[int] = []
-    choices = []
+    choices: list[Any] = []
     for group in opt.param_groups:
-        per, lam, mu = group["per"], rate(group["lr"]), group[opt._fraction]
-        settings = _settings(group)
+        per, lr, mu, settings = group["per"], group["lr"], group[opt._fraction], _settings(group)
         plain = type(mu) is type(settings[0]) is float and type(settings[1]) in (float, tuple)
-        if lam is None or not plain:
-            return None
-        blocks = per if type(per) is str else tuple(per)
-        if (found := _read(mu, *settings)) is None:
+        if not plain or (lam := rate(lr)) is None or (found := _read(mu, *settings)) is None:
             return None
         numbers, choice = found
         words += lam
         words += numbers
+        blocks = per if type(per) is str else tuple(per)
         still = lam == (0, 0)  # A group without rate takes no part.
-        far = group["lr"].device if lam.kind else None
+        far = lr.device if lam[1] else None
         members = len(group["params"])
-        choices.append((choice, blocks, members, opt._buffered(group), still, lam.kind, far))
+        choices.append((choice, blocks, members, opt._buffered(group), still, lam[1], far))
     params = [p for group in opt.param_groups for p in group["params"]]
-    grads, absent = list(map(_GRAD, params)), None
-    kept = list(chain.from_iterable(map(dict.values, opt.state.values())))
+    grads = list(map(_GRAD, params))
+    kept = chain.from_iterable(map(dict.values, opt.state.values()))
+    if before is not None and alike is not None and alike(params, grads):
+        where, addresses = list(map(_ADDRESS, chain(params, kept))), list(map(_ADDRESS, grads))
+        if where == before.where and all(addresses):
+            if (words := words + addresses) == before.words:
+                words, odd = before.words, before.choices[-1]
+            else:
+                odd = _odd(addresses)
+            choices.append(odd)
+            return Glance(True, before.where, before.kinds, choices, words)
+        kept = chain.from_iterable(map(dict.values, opt.state.values()))
+    return _thorough(params, grads, list(kept), choices, words)
+
+
+def _thorough(
+    params: list[Tensor],
+    grads: list[Tensor | None],
+    kept: list[Any],
+    choices: list[Any],
+    words: list[int],
+) -> Glance:
+    live = [g for g in grads if g is not None]
     try:
-        addresses = list(map(_ADDRESS, grads))
+        addresses = list(map(_ADDRESS, live))
         where = list(map(_ADDRESS, params + kept))
-        if before is not None and before.simple and where == before.where:
-            where, simple = before.where, all(addresses)
-        else:
-            simple = all(addresses) and all(where)
-        strides: list[Any] | None = None if all(map(_DENSE, grads)) else list(map(_STRIDE, grads))
-        sizes: list[Any] = list(map(_BYTES, grads))
+        simple = len(live) == len(grads) and all(addresses) and all(where)
     except (RuntimeError, TypeError):
         simple = False
-    # No gradient, a sparse one, a shard, an empty parameter, state of the user's own.
-    if not simple:
-        absent = [g is None for g in grads]
-        grads = [g for g in grads if g is not None]
-        addresses = list(map(_address, grads))
+    if not simple:  # a sparse gradient, a shard, an empty parameter, state of the user's own
+        addresses = list(map(_address, live))
         where = list(map(_address, params + kept))
-        strides = list(map(_layout, grads))
-        sizes = [(g.dtype, g.numel()) for g in grads]
-    # Loads are 16 bytes wide where all addresses allow it.
-    odd = [a % 16 for a in addresses] if reduce(or_, addresses, 0) % 16 else None
-    words += addresses
-    # Strides and sizes say what shape a parameter has; another one may have come to lie there.
-    who, shapes = list(map(id, params)), list(map(_STRIDE, params))
-    return Glance(simple, where, [who, shapes, strides, sizes, absent, odd, choices], words)
+    absent = None if len(live) == len(grads) else [g is None for g in grads]
+    choices.append(_odd(addresses))
+    # Another parameter may have come to lie where one lay.
+    who, types = list(map(id, params)), list(map(_KIND, params + live))
+    strides = list(map(_STRIDE if simple else _layout, params + live))
+    pending = list(map(_PENDING, live))
+    kinds = [who, types, strides, absent, pending]
+    return Glance(simple, where, kinds, choices, words + addresses)
 
 
-def rate(lr: float | Tensor) -> Rate | None:
-    """λ, or where it lies; None if it is not one number."""
+def _odd(addresses: list[int]) -> tuple[int, ...] | None:
+    """Loads are 16 bytes wide where all addresses allow it."""
+    return tuple(a % 16 for a in addresses) if reduce(or_, addresses, 0) % 16 else None
+
+
+def alike(params: list[Tensor], grads: list[Tensor]) -> Alike | None:
+    """Tells whether others are the same parameters, and of these types, shapes and strides.
+
+    torch's own compiler asks that before each call, in one go for all tensors. Where it does not
+    answer there is None, and everything is looked at one by one.
+    """
+    every = params + grads
+    sizes, strides = [list(t.shape) for t in every], [list(t.stride()) for t in every]
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        known: dict[str, Any] = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
+        check = TensorGuards(*every, **known).check
+    except (ImportError, TypeError, ValueError, RuntimeError, SystemError):
+        return None
+
+    def same(others: list[Tensor], theirs: list[Any]) -> bool:
+        few = len(others) == len(params) and all(map(is_, others, params))
+        return few and check(*others, *theirs)
+
+    return same
+
+
+def rate(lr: float | Tensor) -> tuple[int, int] | None:
+    """λ as the kernel reads it, a word and its kind; None if it is not one number.
+
+    Kind 0: the word is λ; 1 and 2: it is where a float32 or a float64 lies; -1: something else.
+    """
     if not isinstance(lr, Tensor):
-        return Rate(bits(float(lr) + 0.0), 0)  # −0 becomes 0
+        return bits(lr + 0.0), 0  # −0 becomes 0
     if lr.numel() != 1 or lr.dim() > 2 or lr.is_complex():
         return None
     if lr.device.type == "cpu":
-        return Rate(bits(lr.item() + 0.0), 0)
-    return Rate(lr.data_ptr(), _FLOATS.get(lr.dtype, -1))
+        return bits(lr.item() + 0.0), 0
+    return lr.data_ptr(), _FLOATS.get(lr.dtype, -1)
 
 
 @lru_cache(maxsize=1024, typed=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wngrad.optim import native
-from wngrad.optim.glance import Glance
+from wngrad.optim.glance import Glance, alike
 from wngrad.optim.pieces import Family, Piece
 from wngrad.optim.state import Group
 from wngrad.optim.tables import (
@@ -63,6 +63,8 @@ class Plan:
             else:
                 batch = Batch(method, some, opt._buffer)
                 self._launches.append(_Launch(batch, now.words, index, head))
+        grads = [p.grad for p in every]
+        self.alike = alike(every, grads) if now.simple else None
         self._careful = [launch for launch in self._launches if launch.method.looks]
 
     def run(self, now: Glance, scale: Tensor | None, found: Tensor | None) -> Refused | None:

@@ -38,10 +38,11 @@ LARGE = {
 }
 SMALL = Tiling((2**8,), 2**8, 5)
 SMALL_SET = 2**25  # parameters
-MOST_TILES, PROGRAMS = 16, 2**13  # of one program, as long as there are so many programs left
+MOST_TILES, PROGRAMS = 16, 2**11  # of one program, as long as there are so many programs left
 LONGEST = 2**16  # longer rows are cut between programs, which reads their gradient twice
 _SENT = 2**12  # words at once, half of what CUDA takes with a call
 _TAKEN = platform.machine() in ("x86_64", "AMD64") and torch.version.hip is None
+_DOUBLE, _WORD = struct.Struct("<d").pack, struct.Struct("<q").unpack
 _SINGLE, _JOINT = (1, 4096), (128, 16)  # rows × summands that a program settles at once
 
 
@@ -64,7 +65,7 @@ class Table:
         self.update(words)
 
     def update(self, words: Sequence[int]) -> None:
-        if words == self.words or not words:
+        if words is self.words or words == self.words or not words:
             return
         self._write(*words)
         for there, here in self._sent:
@@ -252,4 +253,5 @@ def programs(counts: list[int], device: torch.device, marks: Sequence[int] | Non
 
 
 def bits(x: float) -> int:
-    return cast(int, struct.unpack("<q", struct.pack("<d", x))[0])
+    word: int = _WORD(_DOUBLE(x))[0]
+    return word

@@ -152,9 +152,12 @@ def _move(
 
 
 def _in_place(proposal: Proposal) -> bool:
-    """Whether a parameter is moved without temporaries, as a CPU likes it."""
-    p = proposal.piece.p
-    return not proposal.family.traced and p.device.type == "cpu" and p.dtype in blocks.IN_PLACE
+    """Whether a parameter is moved without temporaries. Nothing waits for a GPU because of it."""
+    family, p = proposal.family, proposal.piece.p
+    if family.traced or p.dtype not in blocks.IN_PLACE:
+        return False
+    known = proposal.live is None and not isinstance(family.lam, Tensor)
+    return p.device.type == "cpu" or (p.is_cuda and known)
 
 
 def _move_in_place(
