@@ -637,17 +637,17 @@ def test_a_gradient_of_another_type_goes_the_plain_way(automatic):
 
 
 @pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="torch 2.10 or later")
-@pytest.mark.parametrize("guards", [True, False])
-def test_gradients_that_change_where_they_lie_are_seen(automatic, monkeypatch, guards):
+@pytest.mark.parametrize("by_look", [True, False])
+def test_gradients_that_change_where_they_lie_are_seen(automatic, monkeypatch, by_look):
     """The same memory as another type, with other strides, with its sign still to be turned."""
-    if not guards:  # as with a torch that does not answer
-        monkeypatch.setattr(launch, "alike", lambda params, grads: None)
+    if not by_look:  # as without a compiler
+        monkeypatch.setattr(launch.look, "noted", lambda params, state: None)
     both = Both(WNGrad, drawn((4, 4), dtype=torch.bfloat16), fused=None)
     for p in both.pairs[0]:
         p.grad_dtype = None
     g = drawn((4, 4), dtype=torch.bfloat16)[0].to(DEVICE)
     negative = torch._neg_view(g)
-    kinds = [g, g, g.view(torch.float16), g, g.t(), g.t(), negative, g, g, negative]
+    kinds = [g, g, g.view(torch.float16), g, g.t(), g.t(), negative, g, g, negative, g]
     for grad in kinds:
         for p in both.pairs[0]:
             p.grad = grad
@@ -655,7 +655,7 @@ def test_gradients_that_change_where_they_lie_are_seen(automatic, monkeypatch, g
         both.plain.step()
         both.assert_together()
         both.theirs[0].data.copy_(both.ours[0].data)
-    assert bool(both.fused._engine.latest.alike) == guards
+    assert (both.fused._engine.latest.look is not None) == by_look
 
 
 @pytest.mark.parametrize("turn", [lambda x: x.t(), lambda x: x.view(2, 8), lambda x: x[:2]])

@@ -110,7 +110,7 @@ class BlockOptimizer(Optimizer):
         """Take the step if an earlier one was like it, all of it fused."""
         if self._engine.latest is None or fused.watched():
             return False
-        now = glance(self, self._engine.before, self._engine.latest.alike)
+        now = glance(self, self._engine.before, self._engine.latest.look)
         plan = self._engine.earlier(now)
         if plan is None or now is None or plan.left:
             return False

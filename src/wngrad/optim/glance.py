@@ -7,16 +7,16 @@ ready, so this is all it costs the host. It is written for speed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache, reduce
 from itertools import chain
-from operator import attrgetter, is_, itemgetter, or_
+from operator import attrgetter, itemgetter, or_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from wngrad.optim import sharded
+from wngrad.optim.look import Look
 from wngrad.optim.tables import bits
 
 if TYPE_CHECKING:
@@ -40,9 +40,6 @@ _PENDING = Tensor.is_neg  # Its sign is still to be turned.
 _FLOATS = {torch.float32: 1, torch.float64: 2}
 
 
-Alike = Callable[[list[Tensor], list[Any]], bool]
-
-
 class Glance(NamedTuple):
     """A step that is due."""
 
@@ -62,13 +59,12 @@ class Glance(NamedTuple):
         return self[1:4] == other[1:4]
 
 
-def glance(opt: BlockOptimizer, before: Glance | None, alike: Alike | None) -> Glance | None:
+def glance(opt: BlockOptimizer, before: Glance | None, look: Look | None) -> Glance | None:
     """The step that is due, or None if a setting must be put right first.
 
-    What is as it was `before` is not looked at any further.
-
     Args:
-        alike: whether tensors are of the kinds they were `before`.
+        before: a step whose plan may do for this one, too.
+        look: tells whether all tensors are as they were then.
     """
     words: list[int] = []
     choices: list[Any] = []
@@ -86,29 +82,24 @@ def glance(opt: BlockOptimizer, before: Glance | None, alike: Alike | None) -> G
         members = len(group["params"])
         choices.append((choice, blocks, members, opt._buffered(group), still, lam[1], far))
     params = [p for group in opt.param_groups for p in group["params"]]
-    grads = list(map(_GRAD, params))
-    kept = chain.from_iterable(map(dict.values, opt.state.values()))
-    if before is not None and alike is not None and alike(params, grads):
-        where, addresses = list(map(_ADDRESS, chain(params, kept))), list(map(_ADDRESS, grads))
-        if where == before.where and all(addresses):
-            if (words := words + addresses) == before.words:
-                words, odd = before.words, before.choices[-1]
-            else:
-                odd = _odd(addresses)
-            choices.append(odd)
-            return Glance(True, before.where, before.kinds, choices, words)
-        kept = chain.from_iterable(map(dict.values, opt.state.values()))
-    return _thorough(params, grads, list(kept), choices, words)
+    addresses = look(params, opt.state) if before is not None and look is not None else None
+    if before is None or addresses is None:
+        return _thorough(params, opt.state, choices, words)
+    if (words := words + addresses) == before.words:
+        words, odd = before.words, before.choices[-1]
+    else:
+        odd = _odd(addresses)
+    choices.append(odd)
+    return Glance(True, before.where, before.kinds, choices, words)
 
 
 def _thorough(
-    params: list[Tensor],
-    grads: list[Tensor | None],
-    kept: list[Any],
-    choices: list[Any],
-    words: list[int],
+    params: list[Tensor], state: dict[Tensor, Any], choices: list[Any], words: list[int]
 ) -> Glance:
+    """The same, tensor by tensor."""
+    grads = list(map(_GRAD, params))
     live = [g for g in grads if g is not None]
+    kept = list(chain.from_iterable(map(dict.values, state.values())))
     try:
         addresses = list(map(_ADDRESS, live))
         where = list(map(_ADDRESS, params + kept))
@@ -131,29 +122,6 @@ def _thorough(
 def _odd(addresses: list[int]) -> tuple[int, ...] | None:
     """Loads are 16 bytes wide where all addresses allow it."""
     return tuple(a % 16 for a in addresses) if reduce(or_, addresses, 0) % 16 else None
-
-
-def alike(params: list[Tensor], grads: list[Tensor]) -> Alike | None:
-    """Tells whether others are the same parameters, and of these types, shapes and strides.
-
-    torch's own compiler asks that before each call, in one go for all tensors. Where it does not
-    answer there is None, and everything is looked at one by one.
-    """
-    every = params + grads
-    sizes, strides = [list(t.shape) for t in every], [list(t.stride()) for t in every]
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        known: dict[str, Any] = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
-        check = TensorGuards(*every, **known).check
-    except (ImportError, TypeError, ValueError, RuntimeError, SystemError):
-        return None
-
-    def same(others: list[Tensor], theirs: list[Any]) -> bool:
-        few = len(others) == len(params) and all(map(is_, others, params))
-        return few and check(*others, *theirs)
-
-    return same
 
 
 def rate(lr: float | Tensor) -> tuple[int, int] | None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from wngrad.optim import native
-from wngrad.optim.glance import Glance, alike
+from wngrad.optim import look, native
+from wngrad.optim.glance import Glance
 from wngrad.optim.pieces import Family, Piece
 from wngrad.optim.state import Group
 from wngrad.optim.tables import (
@@ -63,8 +63,7 @@ class Plan:
             else:
                 batch = Batch(method, some, opt._buffer)
                 self._launches.append(_Launch(batch, now.words, index, head))
-        grads = [p.grad for p in every]
-        self.alike = alike(every, grads) if now.simple else None
+        self.look = look.noted(every, opt.state) if now.simple else None
         self._careful = [launch for launch in self._launches if launch.method.looks]
 
     def run(self, now: Glance, scale: Tensor | None, found: Tensor | None) -> Refused | None:

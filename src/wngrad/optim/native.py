@@ -1,7 +1,7 @@
 """The fused step on a CPU: `native.c`, compiled where it runs, and its launches.
 
-Compiling takes some two seconds, once for a machine; the result is kept in the user's cache
-folder. Where there is no C compiler the plain path is taken, and `why_plain` says so.
+Compiling takes some two seconds, once for a machine. Where there is no C compiler the plain path
+is taken, and `why_plain` says so.
 
 Tried on two cores with 38 M float32 parameters, in milliseconds a step, where torch's SGD takes 6
 to 10, as the machine's other users let it: torch's own operations, rows in cache-sized pieces
@@ -13,22 +13,13 @@ gradient while the row moves; summing the next row on the way; eight rows at a t
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from wngrad.optim import compiled
 from wngrad.optim.layout import Layout, layout
 from wngrad.optim.pieces import Family
 from wngrad.optim.tables import Method, Refused, address
@@ -36,37 +27,22 @@ from wngrad.optim.tables import Method, Refused, address
 DTYPES = (torch.float32, torch.bfloat16)
 PIECE = 2**16  # elements of an item of work, and of a piece of a row twice as long or longer
 ALONE = 2**15  # elements that are stepped before another thread would have woken up
-_SOURCE = Path(__file__).with_name("native.c")
-# One rounding for each operation, on any machine. Without errno a square root is one instruction.
-_FLAGS = ["-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno"]
 
 # ------------------------------------------------------------------------ the library
 
 
 def why_not() -> str | None:
     """Why nothing can be compiled or loaded here; None if it can."""
-    found = _library()
+    found = compiled.library("native")
     return found if isinstance(found, str) else None
 
 
-@cache
-def _library() -> ctypes.CDLL | str:
-    if os.environ.get("WNGRAD_NATIVE") == "0":
-        return "WNGRAD_NATIVE is 0"
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
-    if not compiler or sys.platform == "win32":
-        return "there is no C compiler (cc)"
-    try:
-        return _loaded(_compiled(compiler))
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"native.c could not be compiled or loaded ({' '.join(str(error).split())[:200]})"
-
-
-def _loaded(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
-    library.step.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
-    library.step.restype = None
-    return library
+def _step() -> Any:
+    found = compiled.library("native")
+    assert isinstance(found, ctypes.CDLL), found  # asked before
+    found.step.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+    found.step.restype = None
+    return found.step
 
 
 class _Step(ctypes.Structure):
@@ -86,57 +62,6 @@ class _Step(ctypes.Structure):
 _ALL, _LOOK, _REST = range(3)  # a step; or its sums, to be looked at, and then what is left of it
 
 
-def _compiled(compiler: str) -> Path:
-    """The compiled file, in the cache; under another name for another source or processor."""
-    said = f"{_SOURCE.read_text()} {compiler} {_FLAGS} {platform.machine()} {_processor()}"
-    path = _cache() / f"native-{hashlib.sha256(said.encode()).hexdigest()[:16]}.so"
-    if not path.is_file():
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            for more in (["-march=native", "-fopenmp"], ["-fopenmp"], ["-march=native"], []):
-                given = [*shlex.split(compiler), *_FLAGS, *more]  # CC may be two words
-                command = [*given, str(_SOURCE), "-o", str(made), "-lm"]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-                if done.returncode == 0:
-                    break
-            else:
-                raise OSError(done.stderr)
-            os.replace(made, path)  # whole or not at all, whoever else is compiling
-    return path
-
-
-def _cache() -> Path:
-    """A folder of the user's own; a new one if that cannot be written."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "wngrad"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
-            return folder
-    except (OSError, RuntimeError):
-        pass
-    return _own_folder()
-
-
-@cache
-def _own_folder() -> Path:
-    held = tempfile.TemporaryDirectory(prefix="wngrad-")  # goes with the process
-    _HELD.append(held)
-    return Path(held.name)
-
-
-_HELD: list[Any] = []
-
-
-def _processor() -> str:
-    """What `-march=native` depends on: a home folder may be shared by several machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return " ".join(sorted({s for s in lines if s.startswith(("flags", "Features", "model name"))}))
-
-
 # ------------------------------------------------------------------------ its launches
 
 
@@ -152,7 +77,7 @@ class Launch:
         head: int,
     ) -> None:
         self.method = method
-        self._index, self._call = index, _library_or_fail().step
+        self._index, self._call = index, _step()
         self._owners = [family.pieces[0].param for family, _ in families]
         records: list[int] = []
         kin: list[int] = []  # of each family its first record, how many, and of those not here
@@ -172,6 +97,7 @@ class Launch:
         work = _work(sizes)
         self._elements = sum(s.rows * s.length for some in sizes for s in some)
         self._words = np.zeros(len(index), np.int64)  # settings, `head` of them, and gradients
+        self._read: list[int] = []
         self._bad = np.zeros(len(families), np.int32)
         self._scale: Tensor | None = None
         self._found: Tensor | None = None
@@ -191,7 +117,8 @@ class Launch:
         self._at = ctypes.addressof(self._step)
 
     def prepare(self, words: list[int], scale: Tensor | None, found: Tensor | None) -> None:
-        self._words[:] = [words[i] for i in self._index]
+        if words is not self._read:
+            self._read, self._words[:] = words, [words[i] for i in self._index]
         self._scale, self._found = _here(scale), _here(found)
         self._step.scale, self._step.found = _pointer(self._scale), _pointer(self._found)
 
@@ -247,12 +174,6 @@ def _work(families: list[list[Layout]]) -> _Work:
     # The sums of whole rows lie after those of the pieces.
     rows = [(i, row, n, len(pieces) + slot) for i, row, n, slot in rows]
     return _Work(rows, pieces, longs, whole, factors)
-
-
-def _library_or_fail() -> ctypes.CDLL:
-    found = _library()
-    assert isinstance(found, ctypes.CDLL), found  # asked before
-    return found
 
 
 def _here(t: Tensor | None) -> Tensor | None:
