@@ -51,6 +51,17 @@ def test_what_is_as_it_was_gives_the_places_of_the_gradients():
             p.grad = torch.ones_like(p)  # elsewhere
 
 
+def test_gradients_that_are_not_there_are_noted_too():
+    p, q, r = one(2), one(3), one(4)
+    q.grad = None
+    noted = look.noted([p, q, r], {})
+    assert noted([p, q, r], {}) == [p.grad.data_ptr(), r.grad.data_ptr()]
+    q.grad = torch.ones_like(q)
+    assert noted([p, q, r], {}) is None
+    q.grad = r.grad = None
+    assert noted([p, q, r], {}) is None
+
+
 def changed_parameter(step):
     step.params[1] = one(3, dtype=torch.bfloat16)
 
@@ -207,14 +218,50 @@ def test_a_second_step_is_looked_at_and_not_planned_again(make):
         assert opt._engine.latest is plan
 
 
+@pytest.mark.parametrize("by_look", [True, False])
+@pytest.mark.parametrize("key", ["momentum_buffer", "b"])
+def test_state_that_is_another_view_of_its_memory_is_seen_by_a_step(monkeypatch, by_look, key):
+    if not by_look:
+        monkeypatch.setattr(look, "noted", lambda params, state: None)
+    both = [one(4, 4), one(4, 4)]
+    ours, plain = (
+        WNGrad([p], momentum=0.9, fused=f) for p, f in zip(both, (None, False), strict=True)
+    )
+    draw = torch.Generator().manual_seed(0)
+    for k in range(4):
+        g = torch.randn(4, 4, generator=draw).to(DEVICE)
+        for p, opt in zip(both, (ours, plain), strict=True):
+            p.grad = g
+            if k == 2:
+                old = opt.state[p][key]
+                opt.state[p][key] = old.t() if key != "b" else old.view(2, 2)
+            if k >= 2 and key == "b":
+                with pytest.raises(ValueError, match="neither `per` nor a shape may change"):
+                    opt.step()
+            else:
+                opt.step()
+        torch.testing.assert_close(*both, rtol=1e-6, atol=1e-6)
+
+
+def test_a_parameter_that_is_frozen_costs_the_look_nothing():
+    params = [one(4, 4), one(3)]
+    params[1].grad = None
+    opt = WNGrad(params)
+    opt.step()
+    if opt.why_plain():
+        pytest.skip("no kernel here")
+    assert opt._engine.latest.look(params, opt.state) == [params[0].grad.data_ptr()]
+
+
 @pytest.mark.parametrize(
     "lacking",
     [
         lambda patch: patch.setenv("WNGRAD_NATIVE", "0"),
         lambda patch: patch.setattr(look, "_MAJOR", 2),
+        lambda patch: patch.setattr(look, "_NAME", b"another"),
         lambda patch: patch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False),
     ],
-    ids=["no compiler", "another DLPack", "no lock"],
+    ids=["no compiler", "another DLPack", "another capsule", "no lock"],
 )
 def test_without_what_it_needs_there_is_none(monkeypatch, lacking):
     compiled.library.cache_clear()

@@ -319,6 +319,7 @@ def test_what_is_compiled_once_is_not_compiled_again(anew):
         ({"PATH": ""}, "there is no C compiler (cc)"),
         ({"WNGRAD_NATIVE": "0"}, "WNGRAD_NATIVE is 0"),
         ({"CC": "/nowhere/cc"}, "native.c could not be compiled or loaded ("),
+        ({"CC": 'cc "'}, "native.c could not be compiled or loaded ("),
     ],
     ids=str,
 )

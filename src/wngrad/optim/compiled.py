@@ -20,27 +20,31 @@ _FLAGS = ["-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno"]
 
 
 @cache
-def library(name: str, kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL | str:
-    """`name`.c, compiled and loaded; or why that cannot be done here."""
+def library(name: str, kind: type[ctypes.CDLL], *wishes: str) -> ctypes.CDLL | str:
+    """`name`.c, compiled and loaded; or why that cannot be done here.
+
+    Args:
+        wishes: up to two more flags, for a compiler that knows them.
+    """
     if os.environ.get("WNGRAD_NATIVE") == "0":
         return "WNGRAD_NATIVE is 0"
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if not compiler or sys.platform == "win32":
         return "there is no C compiler (cc)"
     try:
-        return kind(str(_compiled(compiler, Path(__file__).with_name(f"{name}.c"))))
-    except (OSError, subprocess.SubprocessError) as error:
+        return kind(str(_compiled(compiler, Path(__file__).with_name(f"{name}.c"), wishes)))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         return f"{name}.c could not be compiled or loaded ({' '.join(str(error).split())[:200]})"
 
 
-def _compiled(compiler: str, source: Path) -> Path:
+def _compiled(compiler: str, source: Path, wishes: tuple[str, ...]) -> Path:
     """The compiled file, in the cache; under another name for another source or processor."""
-    said = f"{source.read_text()} {compiler} {_FLAGS} {platform.machine()} {_processor()}"
+    said = f"{source.read_text()} {compiler} {_FLAGS} {wishes} {platform.machine()} {_processor()}"
     path = _cache() / f"{source.stem}-{hashlib.sha256(said.encode()).hexdigest()[:16]}.so"
     if not path.is_file():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            for more in (["-march=native", "-fopenmp"], ["-fopenmp"], ["-march=native"], []):
+            for more in dict.fromkeys((wishes, wishes[1:], wishes[:1], ())):
                 given = [*shlex.split(compiler), *_FLAGS, *more]  # CC may be two words
                 command = [*given, str(source), "-o", str(made), "-lm"]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=60)

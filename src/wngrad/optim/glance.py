@@ -103,7 +103,7 @@ def _thorough(
     try:
         addresses = list(map(_ADDRESS, live))
         where = list(map(_ADDRESS, params + kept))
-        simple = len(live) == len(grads) and all(addresses) and all(where)
+        simple = all(addresses) and all(where)
     except (RuntimeError, TypeError):
         simple = False
     if not simple:  # a sparse gradient, a shard, an empty parameter, state of the user's own
@@ -111,11 +111,12 @@ def _thorough(
         where = list(map(_address, params + kept))
     absent = None if len(live) == len(grads) else [g is None for g in grads]
     choices.append(_odd(addresses))
-    # Another parameter may have come to lie where one lay.
-    who, types = list(map(id, params)), list(map(_KIND, params + live))
-    strides = list(map(_STRIDE if simple else _layout, params + live))
-    pending = list(map(_PENDING, live))
-    kinds = [who, types, strides, absent, pending]
+    # Another parameter may have come to lie where one lay, or another view of it.
+    every = params + live + kept
+    found = (
+        zip(map(_KIND, every), map(_STRIDE, every), strict=True) if simple else map(_kind, every)
+    )
+    kinds = [list(map(id, params)), list(found), absent, list(map(_PENDING, live))]
     return Glance(simple, where, kinds, choices, words + addresses)
 
 
@@ -130,7 +131,7 @@ def rate(lr: float | Tensor) -> tuple[int, int] | None:
     Kind 0: the word is λ; 1 and 2: it is where a float32 or a float64 lies; -1: something else.
     """
     if not isinstance(lr, Tensor):
-        return bits(lr + 0.0), 0  # −0 becomes 0
+        return bits(float(lr) + 0.0), 0  # −0 becomes 0
     if lr.numel() != 1 or lr.dim() > 2 or lr.is_complex():
         return None
     if lr.device.type == "cpu":
@@ -162,7 +163,10 @@ def _address(t: Any) -> int:
         return 0
 
 
-def _layout(g: Tensor) -> tuple[Any, ...]:
-    if g.layout != torch.strided:
-        return (g.layout,)
-    return (sharded.local(g).stride(), getattr(g, "placements", None))
+def _kind(t: Any) -> tuple[Any, ...]:
+    """Its type, shape and strides: a shard's on this rank. State of the user's own has none."""
+    if not isinstance(t, Tensor):
+        return ()
+    if t.layout != torch.strided:
+        return t.dtype, t.shape, t.layout
+    return t.dtype, t.shape, sharded.local(t).stride(), getattr(t, "placements", None)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from wngrad.optim import compiled
 
-_MAJOR = 1  # version of DLPack
+_NAME, _MAJOR = b"dlpack_exchange_api", 1  # of DLPack's C interface, and its version
+_EXPORT = 40  # where in it the function lies that look.c calls, which need not be there
 _EACH = 8  # words for each tensor, beside those for its dimensions
 _CALLED = (
     *("PyList_Size", "PyList_GetItem", "PyDict_Next", "PyObject_GetAttr", "PyObject_Type"),
@@ -24,7 +25,7 @@ class _Look(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("exchange", *_CALLED)),
-        *((name, ctypes.py_object) for name in ("grad", "is_neg")),
+        *((name, ctypes.py_object) for name in ("none", "grad", "is_neg")),
         *((name, ctypes.c_int64) for name in ("words", "room", "gradients")),
     ]
 
@@ -36,11 +37,12 @@ class Look:
         kept = [t for mine in state.values() for t in mine.values()]
         tensors = 2 * len(params) + len(kept)
         dims = sum(2 * p.dim() for p in params) + sum(t.dim() for t in kept)
-        self._call, self._gradients = call, np.zeros(len(params), np.int64)
+        live = sum(p.grad is not None for p in params)
+        self._call, self._gradients = call, np.zeros(live, np.int64)
         self._words = np.zeros(1 + _EACH * tensors + 2 * dims, np.int64)
         called = (ctypes.cast(getattr(ctypes.pythonapi, f), ctypes.c_void_p) for f in _CALLED)
         places = (self._words.ctypes.data, len(self._words), self._gradients.ctypes.data)
-        self._look = _Look(exchange, *called, "grad", Tensor.is_neg, *places)
+        self._look = _Look(exchange, *called, None, "grad", Tensor.is_neg, *places)
         self._at = ctypes.addressof(self._look)
         self._look.room = self._call(self._at, params, state, True)
 
@@ -49,7 +51,7 @@ class Look:
         return bool(self._look.room)
 
     def __call__(self, params: list[Tensor], state: dict[Any, Any]) -> list[int] | None:
-        """Where the gradients lie now, if all else is as noted."""
+        """Where the gradients lie now, those there are, if all else is as noted."""
         same = self._call(self._at, params, state, False)
         found: list[int] | None = self._gradients.tolist() if same else None
         return found
@@ -76,7 +78,10 @@ def _exchange() -> int | None:
     locked = getattr(sys, "_is_gil_enabled", lambda: True)()  # so that nobody changes what is read
     if capsule is None or not locked or sys.implementation.name != "cpython":
         return None
-    read = ctypes.pythonapi.PyCapsule_GetPointer
-    read.argtypes, read.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
-    place: int = read(capsule, b"dlpack_exchange_api")
-    return place if ctypes.c_uint32.from_address(place).value == _MAJOR else None
+    kind = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    try:
+        place: int = kind(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, _NAME)
+    except ValueError:  # It is another capsule.
+        return None
+    export = ctypes.c_void_p.from_address(place + _EXPORT).value
+    return place if export and ctypes.c_uint32.from_address(place).value == _MAJOR else None

@@ -33,12 +33,16 @@ ALONE = 2**15  # elements that are stepped before another thread would have woke
 
 def why_not() -> str | None:
     """Why nothing can be compiled or loaded here; None if it can."""
-    found = compiled.library("native")
+    found = _library()
     return found if isinstance(found, str) else None
 
 
+def _library() -> ctypes.CDLL | str:
+    return compiled.library("native", ctypes.CDLL, "-march=native", "-fopenmp")
+
+
 def _step() -> Any:
-    found = compiled.library("native")
+    found = _library()
     assert isinstance(found, ctypes.CDLL), found  # asked before
     found.step.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
     found.step.restype = None
@@ -118,7 +122,8 @@ class Launch:
 
     def prepare(self, words: list[int], scale: Tensor | None, found: Tensor | None) -> None:
         if words is not self._read:
-            self._read, self._words[:] = words, [words[i] for i in self._index]
+            self._words[:] = [words[i] for i in self._index]
+            self._read = words
         self._scale, self._found = _here(scale), _here(found)
         self._step.scale, self._step.found = _pointer(self._scale), _pointer(self._found)
 
