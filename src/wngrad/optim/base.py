@@ -108,10 +108,11 @@ class BlockOptimizer(Optimizer):
 
     def _step_again(self) -> bool:
         """Take the step if an earlier one was like it, all of it fused."""
-        if self._engine.latest is None or fused.watched():
+        engine = self._engine
+        if engine.latest is None or fused.watched():
             return False
-        now = glance(self, self._engine.before, self._engine.latest.look)
-        plan = self._engine.earlier(now)
+        now = glance(self, engine.before, engine.latest.look)
+        plan = engine.earlier(now)
         if plan is None or now is None or plan.left:
             return False
         self._launch(plan, now)

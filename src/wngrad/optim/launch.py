@@ -230,7 +230,8 @@ _HERE: AbstractContextManager[Any] = nullcontext()
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    here = device.type != "cuda" or device.index == torch.cuda.current_device()
+    index = device.index  # None on a CPU, where Triton is interpreted
+    here = index is None or index == torch.cuda.current_device()
     return _HERE if here else torch.cuda.device(device)
 
 
