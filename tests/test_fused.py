@@ -20,7 +20,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from wngrad import WNAdam, WNGrad, neuron_groups
-from wngrad.optim import fused, launch
+from wngrad.optim import fused, launch, tables
 from wngrad.optim.blocks import CHUNK
 from wngrad.optim.rounding import rounded
 
@@ -475,6 +475,16 @@ def test_gradients_may_have_other_strides_and_addresses_in_every_step():
         both.fused.step()
         both.plain.step()
         both.assert_together()
+
+
+@pytest.mark.parametrize("warps", [1, 20])
+def test_a_program_may_take_several_tiles(monkeypatch, warps):
+    monkeypatch.setattr(tables, "WARPS", warps)
+    both = Both(WNGrad, drawn((37, 5), (600,), (3, 700), (1, 1)), momentum=0.9)
+    both.step(0)
+    batches = [one.batch for one in both.fused._engine.latest._launches]
+    spans = {span for batch in batches for span in batch.records.words[10::15]}
+    assert max(spans) > 1
 
 
 def test_rows_too_long_for_one_program_are_cut():

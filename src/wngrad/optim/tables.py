@@ -38,7 +38,7 @@ LARGE = {
 }
 SMALL = Tiling((2**8,), 2**8, 5)
 SMALL_SET = 2**25  # parameters
-MOST_TILES, PROGRAMS = 16, 2**11  # of one program, as long as there are so many programs left
+MOST_TILES, WARPS = 16, 2**13  # of one program, as long as there are so many warps of all of them
 LONGEST = 2**16  # longer rows are cut between programs, which reads their gradient twice
 _SENT = 2**12  # words at once, half of what CUDA takes with a call
 _TAKEN = platform.machine() in ("x86_64", "AMD64") and torch.version.hip is None
@@ -125,7 +125,7 @@ class Batch:
         rows = [tile // max(2 ** (kind % 16), k.ROOM_FOR_B.value) for kind in kinds]
         parts = [s.rows * n for s, n in zip(shapes, pieces, strict=True)]
         tiles = [-(-n // per) for n, per in zip(parts, rows, strict=True)]
-        span = max(1, min(MOST_TILES, sum(tiles) // PROGRAMS))
+        span = max(1, min(MOST_TILES, sum(tiles) * method.warps // WARPS))
         # Even an empty parameter has a program, which counts its step.
         counts = [max(1, -(-n // span)) for n in tiles]
         first, sums, room = (
