@@ -381,6 +381,16 @@ def test_a_setting_that_is_changed_afterwards_is_refused_in_backward():
     assert same(model, before)
 
 
+def test_a_setting_of_another_type_is_put_right_in_the_optimizer_s_own_group():
+    """Else every later hook would find it again, and take the slow way."""
+    model = mlp()
+    opt = WNGrad(model.parameters(), momentum=0.5)
+    with step_in_backward(opt):
+        opt.param_groups[0].update(weight_decay=0, momentum=np.float64(0.25))
+        model(torch.ones(1, 32)).sum().backward()
+    assert [type(opt.param_groups[0][key]) for key in ("weight_decay", "momentum")] == [float] * 2
+
+
 def test_other_optimizers_are_refused():
     opt = torch.optim.SGD([torch.ones(1)], lr=1.0)
     with pytest.raises(TypeError, match="`optimizer` must be a WNGrad or a WNAdam, got SGD"):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from wngrad.optim import fused, sharded
+from wngrad.optim import door, fused, sharded
 from wngrad.optim.base import BlockOptimizer
 from wngrad.optim.state import Group, shape_of
 
@@ -106,6 +106,7 @@ class _Part:
             self._group = group
             alone._engine.forget()
         _check_settings(group)
+        door.settings(whole._owner, group, whole._fraction)
         per = group["per"]
         shapes = [per[i] for i in self._members] if isinstance(per, list) else per
         stepping = [p for p in self._all if p.grad is not None]
