@@ -38,7 +38,7 @@ typedef struct {
     int (*is_true)(void *object);
     void (*release)(void *object);
     void (*clear_error)(void);
-    void *none, *grad, *is_neg; /* a name, and a method: whether a sign is still to be turned */
+    void *none, *grad, *is_neg; /* None, a name, and a method: is a sign still to be turned? */
     int64_t *words, room; /* what was seen */
     int64_t *gradients;   /* where they lie now, those there are */
 } Look;
