@@ -42,7 +42,10 @@ format: $(VENV)/ready
 	$(RUN) -m ruff check --fix .
 
 # torch comes first and alone: what depends on it must not choose its build.
-$(VENV)/ready: pyproject.toml constraints.txt
+# The C kernels are built by the install.
+KERNELS := $(wildcard src/wngrad/optim/fused/*.c) hatch_build.py
+
+$(VENV)/ready: pyproject.toml constraints.txt $(KERNELS)
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,jax,dev]"

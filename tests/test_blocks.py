@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from wngrad import WNAdam, WNGrad, neuron_groups
-from wngrad.optim import blocks, rows
 
 
 def rates_of(shape, per):
@@ -258,8 +257,8 @@ def test_a_parameter_stepped_some_rows_at_a_time_is_stepped_as_ever(
     make, dtype, options, monkeypatch
 ):
     start, twin = torch.randn(37, 5, dtype=torch.float64).to(dtype), []
-    for large in (blocks.LARGE, 40):
-        monkeypatch.setattr(blocks, "LARGE", large)
+    for size in (2**20, 40):
+        monkeypatch.setattr("wngrad.optim.step._at_once", lambda p, size=size: size)
         p = nn.Parameter(start.clone())
         opt = make([p], fused=False, **options)
         for k in range(3):
@@ -278,16 +277,14 @@ def test_a_parameter_stepped_some_rows_at_a_time_is_stepped_as_ever(
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", [WNGrad, WNAdam])
-def test_parameters_settled_together_step_as_each_alone(make, dtype, options, monkeypatch):
-    """As on a GPU, with one operation for the b of all; an empty one and a 0-D one among them."""
+def test_parameters_settled_together_step_as_each_alone(make, dtype, options):
+    """One operation finds the b of all; an empty one and a 0-D one are among them."""
     shapes, runs = [(5, 7), (4,), (0, 3), (), (2, 3, 2)], []
     for together in (True, False):
         draw = torch.Generator().manual_seed(0)
         params = [nn.Parameter(torch.randn(s, generator=draw).to(dtype)) for s in shapes]
         opts = [make(params, fused=False, **options)]
-        if together:
-            monkeypatch.setattr(rows, "_independent", lambda family: False)
-        else:
+        if not together:
             opts = [make([p], fused=False, **options) for p in params]
         for _ in range(3):
             for p in params:

@@ -217,7 +217,8 @@ def test_n8_a_step_that_raises_leaves_all_as_it_was(optimizer, where):
         last.grad = last.grad.to_sparse()
     elif where == "buffer":
         opt.param_groups[-1]["momentum"] = 0.9
-        opt.state[last][opt._buffer] = torch.ones(77)
+        (buffer,) = opt.direction(opt.param_groups[-1], last).buffers
+        opt.state[last][buffer] = torch.ones(77)
     elif where in ("b", "t"):
         opt.state[last][where] = torch.ones(77)
     elif where == "nonfinite":

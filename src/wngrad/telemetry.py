@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wngrad.optim.base import BlockOptimizer
+from wngrad.optim.optimizer import BlockOptimizer
 from wngrad.optim.report import RateSummary, skips
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from lightning.pytorch.callbacks import LearningRateMonitor
 from torch.optim import Optimizer
 
-from wngrad.optim.base import BlockOptimizer
+from wngrad.optim.optimizer import BlockOptimizer
 from wngrad.telemetry import by_group
 
 _ENDINGS = {"rate_median": "", "rate_min": "-min", "rate_max": "-max", "skipped": "-skipped"}

@@ -1,9 +1,9 @@
 """PyTorch optimizers: WNGrad and WNAdam, and what helps to set them up."""
 
+from wngrad.optim.backward import Released, step_in_backward
 from wngrad.optim.groups import NeuronGroups, neuron_groups
-from wngrad.optim.release import Released, step_in_backward
+from wngrad.optim.lipschitz import lipschitz_b_init
 from wngrad.optim.report import RateSummary
-from wngrad.optim.start import lipschitz_b_init
 from wngrad.optim.wnadam import WNAdam
 from wngrad.optim.wngrad import WNGrad
 

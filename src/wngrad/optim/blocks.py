@@ -7,7 +7,7 @@ of it, `(heads, 1)` one for every attention head's rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, cast, get_args
 
 import torch
@@ -15,22 +15,15 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 PerName = Literal["neuron", "tensor", "model", "slice"]
+NAMES = get_args(PerName)
 Per = PerName | Sequence[Sequence[int]] | Callable[[Tensor], Sequence[int]]
-
-# Large tensors are worked through in chunks of this many elements, so that temporaries stay small
-# and never grow with the parameters. Of 2^14 … 2^20 this was the fastest for WNGrad with 38 M
-# float32 parameters on two CPU cores (48 ms; 57 with 2^16, 109 with 2^20), but runs differ by half.
-CHUNK = 2**18
-LARGE = 2**20  # where there are no temporaries
-FAR = 2**22  # not on a CPU: there a few launches matter more than the cache
-IN_PLACE = (torch.float32, torch.float64)  # types that can be moved in place: x needs none wider
 
 
 def named_shape(shape: Shape, per: PerName) -> Shape:
     """The shape of b for a parameter of this shape."""
     n = len(shape)
-    if per not in get_args(PerName):
-        raise ValueError(f"`per` must be one of {get_args(PerName)}, got {per!r}.")
+    if per not in NAMES:
+        raise ValueError(f"`per` must be one of {NAMES}, got {per!r}.")
     if per in ("tensor", "model"):
         return (1,) * n
     kept = 2 if per == "slice" and n > 2 else 1  # (out, in) of a convolution, else (out,).
@@ -40,8 +33,8 @@ def named_shape(shape: Shape, per: PerName) -> Shape:
 def resolve(owner: str, per: Per, params: Sequence[Tensor]) -> PerName | list[Shape]:
     """What `per` means for these parameters, as plain data: a name, or a shape for each of them."""
     if isinstance(per, str):
-        if per not in get_args(PerName):
-            names = ", ".join(map(repr, get_args(PerName)))
+        if per not in NAMES:
+            names = ", ".join(map(repr, NAMES))
             raise ValueError(f"{owner}: `per` must be one of {names} or a callable, got {per!r}.")
         return per
     if callable(per):
@@ -84,30 +77,8 @@ def split(t: Tensor, blocks: Shape) -> tuple[Tensor, Shape]:
     return (t if len(shape) == t.dim() else t.view(shape)), tuple(b_shape)
 
 
-def at_once(t: Tensor) -> int:
-    """How many elements of it are worked on at once."""
-    if t.device.type != "cpu":
-        return FAR
-    return LARGE if t.dtype in IN_PLACE else CHUNK
-
-
-def chunks(whole: bool, first: Tensor, *rest: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
-    """The tensors cut alike along dimension 0; what broadcasts there is handed over uncut."""
-    tensors, most = (first, *rest), at_once(first)
-    if whole or first.dim() == 0 or first.numel() <= most:
-        yield tensors
-        return
-    n = first.shape[0]
-    rows = max(1, most * n // first.numel())
-    for i in range(0, n, rows):
-        yield tuple(
-            t if t is None or t.dim() == 0 or t.shape[0] != n else t[i : i + rows] for t in tensors
-        )
-
-
 def sq_norm(g: Tensor, b_shape: Shape, *, traced: bool = True) -> Tensor:
-    """‖g‖² over each block, keeping dimensions, summed in float64 (float32 where the
-    device has no wider type).
+    """‖g‖² over each block, in b's shape, summed in float64 (float32 where there is nothing wider).
 
     No finite float32, bfloat16 or float16 gradient overflows or underflows here, and the result
     does not depend on the order of summation by more than float32's rounding. Unless autograd or a

@@ -1,7 +1,7 @@
-"""What is kept for a parameter: b, t, the buffer and the count of skips; made, and checked.
+"""The state of a parameter: b, t, the direction's buffers and the count of skips.
 
 `b` and `skipped` have one entry per block, and so has WNAdam's `t`; WNGrad's `t` is one number, its
-count of steps. The buffer has the parameter's shape and dtype.
+count of steps. Buffers have the parameter's shape and dtype.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from wngrad.optim import blocks, sharded
+from wngrad.optim.directions import Direction
 
 Group = dict[str, Any]
 
 # Kept in these types whatever the parameter's dtype; all other state has the parameter's own.
-SMALL = ("b", "t", "skipped")
+PER_BLOCK = ("b", "t", "skipped")
 
 
 def shape_of(group: Group, i: int) -> blocks.Shape:
@@ -32,22 +33,19 @@ def b_dtype(p: Tensor) -> torch.dtype:
     return torch.float64 if double else torch.float32
 
 
-def wanted(
-    group: Group, i: int, buffer: str | None, counts_blocks: bool
-) -> dict[str, blocks.Shape]:
+def wanted(group: Group, i: int, direction: Direction) -> dict[str, blocks.Shape]:
     """The keys of a parameter's state, and the shape of each."""
     shape = shape_of(group, i)
-    keys = {"b": shape, "t": shape if counts_blocks else ()}
-    if buffer is not None:
+    keys = {"b": shape, "t": shape if direction.counts_blocks else ()}
+    for buffer in direction.buffers:
         keys[buffer] = tuple(group["params"][i].shape)
     if group["nonfinite"] == "skip":
         keys["skipped"] = shape
     return keys
 
 
-def make(group: Group, i: int, state: dict[str, Tensor], keys: dict[str, blocks.Shape]) -> None:
+def make(group: Group, p: Tensor, state: dict[str, Tensor], keys: dict[str, blocks.Shape]) -> None:
     """Add what the state lacks."""
-    p = group["params"][i]
     shape, dtype, one = keys["b"], b_dtype(p), group["per"] == "model"
     for key in keys.keys() - state.keys():
         if key == "b":
@@ -55,8 +53,8 @@ def make(group: Group, i: int, state: dict[str, Tensor], keys: dict[str, blocks.
             first = 0.0 if isinstance(group["b_init"], tuple) else group["b_init"]
             state[key] = sharded.filled(p, shape, first, dtype, one=one)
         elif key == "t" and keys[key] == ():
-            state[key] = torch.zeros((), device=p.device)
-        elif key in SMALL:
+            state[key] = torch.zeros((), dtype=torch.float32, device=p.device)
+        elif key in PER_BLOCK:
             kind = torch.int32 if key == "skipped" else dtype
             state[key] = sharded.filled(p, shape, 0, kind, one=one)
         else:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
-from wngrad import rule
-from wngrad.optim import door
-from wngrad.optim.base import BlockOptimizer
-from wngrad.optim.blocks import Per
-from wngrad.optim.door import BInit, Nonfinite
-from wngrad.optim.pieces import Family
-from wngrad.optim.state import Group
+from wngrad.optim import checks
+from wngrad.optim.directions import GRADIENT, Direction, Momentum, known_to_kernels
+from wngrad.optim.optimizer import BlockOptimizer
 
 
 class WNGrad(BlockOptimizer):
@@ -44,8 +41,8 @@ class WNGrad(BlockOptimizer):
         maximize: go up instead of down.
         differentiable: let autograd see the step.
         fused: take the step in one kernel that reads and writes everything once. None: where that
-            is possible (CUDA with Triton, a CPU with a C compiler); True: insist, or say why not;
-            False: never. See `why_plain`.
+            is possible (CUDA with Triton, a CPU for which the package was built); True: insist, or
+            say why not; False: never. See `why_plain`.
         stochastic_rounding: round new bfloat16 parameters up or down at random, so that updates too
             small for the type are not lost.
 
@@ -63,9 +60,7 @@ class WNGrad(BlockOptimizer):
         sequence of steps; the introduction's Eq. 5 differs and is not used.
     """
 
-    _buffer = "momentum_buffer"
-    _fraction = "momentum"
-    _counts_blocks = False
+    own_settings: ClassVar[checks.Own] = (("momentum", checks.fraction),)
 
     def __init__(
         self,
@@ -73,55 +68,12 @@ class WNGrad(BlockOptimizer):
         lr: float | Tensor = 1.0,
         *,
         momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        decoupled_weight_decay: bool = False,
-        b_init: BInit = 1.0,
-        per: Per = "neuron",
-        hold_1d: bool = False,
-        joint: bool = False,
-        nonfinite: Nonfinite = "propagate",
-        maximize: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        stochastic_rounding: bool = False,
+        **settings: Unpack[checks.Options],
     ) -> None:
-        settings: dict[str, Any] = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "b_init": b_init,
-            "per": per,
-            "hold_1d": hold_1d,
-            "joint": joint,
-            "nonfinite": nonfinite,
-            "maximize": maximize,
-            "differentiable": differentiable,
-            "fused": fused,
-            "stochastic_rounding": stochastic_rounding,
-        }
-        super().__init__(params, settings)
+        super().__init__(params, {"lr": lr, "momentum": momentum, **settings})
 
-    def _checked(self, group: Group) -> Group:
-        return {"momentum": door.fraction(self._owner, "momentum", group["momentum"])}
-
-    def _buffered(self, group: Group) -> bool:
-        return bool(group["momentum"] > 0)
-
-    def _move(
-        self, x: Tensor, g: Tensor, b: Tensor, buf: Tensor | None, t: Tensor, family: Family
-    ) -> tuple[Tensor, Tensor | None]:
-        if buf is None:
-            return rule.descend(x, g / b, family.lam), None  # x_j ← x_{j-1} − λ g/b_j
-        buf = rule.momentum(buf, g, b, family.group["momentum"])  # buf ← μ·buf + g/b_j
-        return rule.descend(x, buf, family.lam), buf  # x_j ← x_{j-1} − λ buf
-
-    def _move_in_place(
-        self, p: Tensor, g: Tensor, b: Tensor, buf: Tensor | None, t: Tensor, family: Family
-    ) -> None:
-        lam = float(family.lam)
-        if buf is None:
-            p.addcmul_(g, 1 / b, value=-lam)  # x_j ← x_{j-1} − λ g/b_j
-        else:
-            buf.mul_(family.group["momentum"]).addcdiv_(g, b)  # buf ← μ·buf + g/b_j
-            p.sub_(buf, alpha=lam)  # x_j ← x_{j-1} − λ buf
+    @known_to_kernels("momentum")
+    def direction(self, group: dict[str, Any], p: Tensor) -> Direction:
+        """g/b_j alone, or its momentum; a buffer that is there is kept up to date at μ = 0, too."""
+        buffered = group["momentum"] > 0 or "momentum_buffer" in self.state.get(p, {})
+        return Momentum(group["momentum"]) if buffered else GRADIENT

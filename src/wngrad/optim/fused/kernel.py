@@ -1,37 +1,40 @@
-"""The fused step for CUDA, in Triton: the second spelling of the rule. `native.c` is the third.
+"""The fused step for CUDA, in Triton. `cpu.c` is the same for a CPU.
 
-`wngrad.optim.update` is the reference; `tests/test_fused.py` holds this file to it, on a GPU and,
-in Triton's interpreter, on any machine. `wngrad.optim.fused` lays out the tables and launches.
+`wngrad.optim.step` is the reference; `tests/test_engines.py` holds this file to it, on a GPU and,
+in Triton's interpreter, on any machine. `wngrad.optim.fused.cuda` launches.
 
 A block of entries that share one b is a *row*; a *tile* is some whole rows, or one piece of a long
 one, that a program works through at once. `step_tiles` does a tile's norms, b and move in one pass:
 each gradient is read once, each parameter read and written once. Where a row is too long for that,
-or parameters share their b, `step_tiles` sums the squares (SUMS), `settle_rows` finds every new b,
-and `step_tiles` moves (MOVES). Sums of squares and b's recursion are in float64, as in the
-reference, everything else in float32.
+or parameters share their b, `step_tiles` sums the squares (SUMS), `kernel_split.find_b` finds every
+new b, and `step_tiles` moves (MOVES). Sums of squares, b's recursion and rates are in float64, as
+in the reference, everything else in float32.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from wngrad.optim.tables import Decay, Rule
+from wngrad.optim.fused.records import GROUP, LAYOUT, TRITON_PARAMETER, Decay, Rule
 
-# The words of a parameter's record.
-P, B, BUF, T, SKIPPED, LENGTH, ROWS, PIECES, PIECE = map(tl.constexpr, range(9))
-FIRST, SPAN, GROUP, HOLD, PARTS, ROOM, WORDS = map(tl.constexpr, range(9, 16))
+
+def words(record: Any, *names: str) -> list[Any]:
+    """The number of each field among the words of a record, and how many there are of all."""
+    every = record.names
+    return [tl.constexpr(every.index(name)) for name in names] + [tl.constexpr(len(every))]
+
+
+P, B, BUF, T, SKIPPED, *_ = words(TRITON_PARAMETER, "p", "b", "buffer", "t", "skipped")
+LENGTH, ROWS, PIECES, PIECE, *_ = words(TRITON_PARAMETER, "length", "rows", "pieces", "piece")
+FIRST, SPAN, GROUP_NUMBER, HOLD, *_ = words(TRITON_PARAMETER, "first", "span", "group", "hold")
+PARTS, ROOM, WORDS = words(TRITON_PARAMETER, "sums", "room")
+LAM, LAM_KIND, MU, LOG_MU, *_ = words(GROUP, "lam", "lam_kind", "mu", "log_mu")
+WEIGHT_DECAY, C, SIGN, SETTINGS = words(GROUP, "weight_decay", "c", "sign")
+SIZES, P_STRIDES, LAYOUT_WORDS = words(LAYOUT, "size_0", "p_stride_0")
 PARAMETERS = tl.constexpr(2**24)  # at most: a program's word is that times the kind, and an index
-# The words of a group's settings, an even number, so that what follows them is aligned.
-LAM, LAM_KIND, MU, LOG_MU, DECAY_RATE, START, SIGN, SPARE, SETTINGS = map(tl.constexpr, range(9))
-# The words of a strided layout: sizes, then for each of p, g and the buffer two strides between
-# rows and four within one.
-LAYOUT = tl.constexpr(22)
-# The words of a family, and of a member of one.
-F_ROWS, F_RUN, F_RUNS, F_MEMBER, F_MEMBERS, F_GROUP, F_HOLD, F_FIRST, F_WORDS = map(
-    tl.constexpr, range(9)
-)
-M_B, M_T, M_SKIPPED, M_ROOM, M_PRESENT, M_WORDS = map(tl.constexpr, range(6))
 
 ALL, SUMS, MOVES = map(tl.constexpr, range(3))  # what step_tiles does
 PLAIN, MOMENTUM, ADAM = (tl.constexpr(rule.value) for rule in Rule)
@@ -40,16 +43,16 @@ NONE, COUPLED, DECOUPLED = (tl.constexpr(decay.value) for decay in Decay)
 # loads can be 16 bytes wide, or need an address for each element.
 LOOSE, STRIDED, KINDS_END = map(tl.constexpr, (16, 32, 48))
 ROOM_FOR_B = tl.constexpr(16)  # elements: a row brings a b, and its float64 arithmetic
-_FLOOR = tl.constexpr(2.0**-103)  # float32's smallest normal number over its ε: see `_latched`
+_FLOOR = tl.constexpr(2.0**-103)  # float32's smallest normal number over its ε: see `guarded_b`
 
 
 @triton.jit
-def _real(word):
+def real(word):
     return word.to(tl.float64, bitcast=True)
 
 
 @triton.jit
-def _rate(conf, found, FOUND: tl.constexpr):
+def lam_of(conf, found, FOUND: tl.constexpr):
     """λ: a number in the table, or read from the tensor whose address is there."""
     here = conf + LAM
     word, kind = tl.load(here), tl.load(conf + LAM_KIND)
@@ -64,12 +67,12 @@ def _rate(conf, found, FOUND: tl.constexpr):
 
 
 @triton.jit
-def _next_b(b, sq, lam, start, hold, LATCH: tl.constexpr):
+def next_b(b, sq, lam, c, hold, LATCH: tl.constexpr):
     """b_j ← b_{j-1} + λ²‖g‖²/b_{j-1}, and whether all of it is finite."""
     wide = b.to(tl.float64)
     if LATCH:  # b₁ ← C·λ·‖g₁‖ where a row meets its first gradient
         norm = tl.sqrt(sq)
-        first = start * lam * norm
+        first = c * lam * norm
         wide = tl.where((wide == 0) & (norm >= _FLOOR) & (first >= _FLOOR), first, wide)
     unset = wide == 0
     safe = tl.where(unset, 1.0, wide)
@@ -80,24 +83,23 @@ def _next_b(b, sq, lam, start, hold, LATCH: tl.constexpr):
 
 
 @triton.jit
-def _inverse(b, t, log_mu, METHOD: tl.constexpr):
-    """1/b_j; for Algorithm 4, over 1 − βᵗ as well."""
-    d = tl.where(b == 0, 1.0, b).to(tl.float64)  # where there is no b yet nothing is written
+def coefficient(b, t, lam, log_mu, METHOD: tl.constexpr):
+    """λ/b_j; for Algorithm 4, over 1 − βᵗ as well; with momentum 1/b_j, by which g enters."""
+    b = tl.where(b == 0, 1.0, b).to(tl.float64)  # where there is no b yet nothing is written
+    factor = 1 / b
     if METHOD == ADAM:
-        d = d * (1 - tl.exp2(tl.maximum(t, 1.0).to(tl.float64) * log_mu))
-    return (1 / d).to(tl.float32)
+        factor = factor / (1 - tl.exp2(tl.maximum(t, 1.0).to(tl.float64) * log_mu))
+    if METHOD != MOMENTUM:
+        factor = factor * lam
+    return factor.to(tl.float32)
 
 
 @triton.jit
 def _offsets(layout, which, row, e):
     """Where element e of a row lies, for any strides."""
-    d0, d1, d2, d3 = (
-        tl.load(layout),
-        tl.load(layout + 1),
-        tl.load(layout + 2),
-        tl.load(layout + 3),
-    )
-    s = layout + 4 + 6 * which
+    sizes, s = layout + SIZES, layout + P_STRIDES + 6 * which
+    d0, d1 = tl.load(sizes), tl.load(sizes + 1)
+    d2, d3 = tl.load(sizes + 2), tl.load(sizes + 3)
     at = (row // d0) * tl.load(s) + (row % d0) * tl.load(s + 1)
     e = e.to(tl.int64)
     at += (e // (d1 * d2 * d3)) * tl.load(s + 2) + ((e // (d2 * d3)) % d1) * tl.load(s + 3)
@@ -163,7 +165,7 @@ def _write(
     was,
     col,
     inside,
-    inv,
+    coef,
     seed,
     numbers,
     DTYPE: tl.constexpr,
@@ -171,7 +173,7 @@ def _write(
     DECAY: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """x_j ← x_{j-1} − λ g/b_j, or with what stands in for g/b_j.
+    """x_j ← x_{j-1} − (λ/b_j) g, or with what stands in for g.
 
     Which product a sum takes unrounded is said (`fma`), or the compiler would choose, and choose
     differently for a parameter alone and among others.
@@ -182,13 +184,13 @@ def _write(
     if DECAY == DECOUPLED:
         x = x * keep  # x ← x·(1 − λ·w)
     if METHOD == PLAIN:
-        x = tl.fma(-lam, g * inv, x)
+        x = tl.fma(-coef, g, x)
     elif METHOD == MOMENTUM:
-        buf = tl.fma(mu, buf, g * inv)  # buf ← μ·buf + g/b_j
+        buf = tl.fma(mu, buf, g * coef)  # buf ← μ·buf + g/b_j
         x = tl.fma(-lam, buf, x)
     else:
         buf = tl.fma(mu, buf, rest * g)  # ĝ_j ← β ĝ_{j-1} + (1−β) g
-        x = tl.fma(-lam, buf * inv, x)
+        x = tl.fma(-coef, buf, x)
     new = _rounded(x, seed, col, DTYPE, ROUND)
     tl.store(was[3], new, mask=inside, eviction_policy="evict_first")
     if METHOD != PLAIN:
@@ -207,7 +209,7 @@ def _held(r, row, there, METHOD: tl.constexpr):
 
 
 @triton.jit
-def _settle(
+def _store(
     r,
     row,
     there,
@@ -221,11 +223,11 @@ def _settle(
     LATCH: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """Store b, t and the skips of whole rows; return 1/b, the rows that move, and their t."""
+    """Store b, t and the skips of whole rows; return coefficients, the rows that move, their t."""
     bs = tl.load(r + B).to(tl.pointer_type(tl.float32)) + row
     t = tl.load(r + T).to(tl.pointer_type(tl.float32))
-    start, hold = _real(tl.load(conf + START)), tl.load(r + HOLD) != 0
-    new, finite = _next_b(held[0], sq, lam, start, hold, LATCH)
+    c, hold = real(tl.load(conf + C)), tl.load(r + HOLD) != 0
+    new, finite = next_b(held[0], sq, lam, c, hold, LATCH)
     live = there & (tl.where(there, lam, 0.0) != 0)  # none of them if λ = 0
     if SKIP:
         skips = tl.load(r + SKIPPED).to(tl.pointer_type(tl.int32)) + row
@@ -242,40 +244,22 @@ def _settle(
         steps = tl.load(t + row * 0, mask=there, other=0.0)
     elif first:
         tl.store(t, tl.load(t) + tl.where(lam != 0, 1.0, 0.0))
-    return _inverse(new, steps, _real(tl.load(conf + LOG_MU)), METHOD), live, steps
+    log_mu = real(tl.load(conf + LOG_MU))
+    return coefficient(new, steps, lam, log_mu, METHOD), live, steps
 
 
 @triton.jit
 def _tile(
-    i,
-    pid,
-    rec,
-    grads,
-    conf,
-    layouts,
-    parts,
-    coefs,
-    scale,
-    found,
-    DTYPE: tl.constexpr,
-    METHOD: tl.constexpr,
-    DECAY: tl.constexpr,
-    MODE: tl.constexpr,
-    SKIP: tl.constexpr,
-    LATCH: tl.constexpr,
-    ROUND: tl.constexpr,
-    SCALE: tl.constexpr,
-    FOUND: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    COLS: tl.constexpr,
-    WIDE: tl.constexpr,
-    STRIDES: tl.constexpr,
-):
+    i, pid, rec, grads, conf, layouts, parts, coefs, scale, found,
+    DTYPE: tl.constexpr, METHOD: tl.constexpr, DECAY: tl.constexpr, MODE: tl.constexpr,
+    SKIP: tl.constexpr, LATCH: tl.constexpr, ROUND: tl.constexpr, SCALE: tl.constexpr,
+    FOUND: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, COLS: tl.constexpr,
+    WIDE: tl.constexpr, STRIDES: tl.constexpr,
+):  # fmt: skip
     R: tl.constexpr = min(TILE // COLS, TILE // ROOM_FOR_B)
     VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     LONG: tl.constexpr = COLS == TILE and MODE == ALL  # a row may be longer than the tile
-    r, layout = rec + i * WORDS, layouts + i * LAYOUT
+    r, layout = rec + i * WORDS, layouts + i * LAYOUT_WORDS
     length, piece, pieces = tl.load(r + LENGTH), tl.load(r + PIECE), tl.load(r + PIECES)
     p, g, m = tl.load(r + P), tl.load(grads + i), tl.load(r + BUF)
     kind: tl.constexpr = tl.pointer_type(DTYPE)
@@ -286,9 +270,9 @@ def _tile(
         p, g, m = tl.multiple_of(p, 16), tl.multiple_of(g, 16), tl.multiple_of(m, 16)
     at = (p, g, m)
 
-    conf += tl.load(r + GROUP) * SETTINGS
-    lam, decay = _rate(conf, found, FOUND), _real(tl.load(conf + DECAY_RATE))
-    factor, mu = _real(tl.load(conf + SIGN)).to(tl.float32), _real(tl.load(conf + MU))
+    conf += tl.load(r + GROUP_NUMBER) * SETTINGS
+    lam, decay = lam_of(conf, found, FOUND), real(tl.load(conf + WEIGHT_DECAY))
+    factor, mu = real(tl.load(conf + SIGN)).to(tl.float32), real(tl.load(conf + MU))
     if SCALE:
         factor = factor / tl.load(scale)
     numbers = (
@@ -323,9 +307,9 @@ def _tile(
         was = _read(at, here, cols, inside, layout, METHOD, STRIDES, False)
 
         if MODE == MOVES:
-            coef = coefs + (tl.load(r + ROOM) + row) * 2
-            inv = tl.load(coef, mask=there, other=0.0)
-            live = there & (tl.load(coef + 1, mask=there, other=0.0) != 0)
+            spot = coefs + (tl.load(r + ROOM) + row) * 2
+            coef = tl.load(spot, mask=there, other=0.0)
+            live = there & (tl.load(spot + 1, mask=there, other=0.0) != 0)
             t = tl.load(r + T).to(tl.pointer_type(tl.float32)) + row * (METHOD == ADAM)
             steps = tl.load(t, mask=there, other=0.0)
         else:
@@ -340,20 +324,20 @@ def _tile(
                 tl.store(parts + tl.load(r + PARTS) + rows, sq, mask=there)
             else:
                 opens = (pid == first) & (k == 0)
-                inv, live, steps = _settle(
+                coef, live, steps = _store(
                     r, row, there, opens, held, sq, lam, conf, METHOD, SKIP, LATCH, ROUND
                 )
 
         if MODE != SUMS:
             on = live[:, None]
-            inv, steps = inv[:, None], steps[:, None]
+            coef, steps = coef[:, None], steps[:, None]
             seed = start[:, None].to(tl.uint32) * 0x9E3779B1 + steps.to(tl.uint32) * 0x85EBCA77
-            _write(was, cols, inside & on, inv, seed, numbers, DTYPE, METHOD, DECAY, ROUND)
+            _write(was, cols, inside & on, coef, seed, numbers, DTYPE, METHOD, DECAY, ROUND)
             if LONG:
                 for c in tl.range(COLS, width, COLS, num_stages=STAGES):
                     more = on & (c + cols < width)
                     was = _read(at, here, c + cols, more, layout, METHOD, STRIDES, True)
-                    _write(was, c + cols, more, inv, seed, numbers, DTYPE, METHOD, DECAY, ROUND)
+                    _write(was, c + cols, more, coef, seed, numbers, DTYPE, METHOD, DECAY, ROUND)
 
 
 @triton.jit
@@ -395,101 +379,10 @@ def step_tiles(
 
 
 @triton.jit
-def settle_rows(
-    tiles,
-    families,
-    runs,
-    members,
-    conf,
-    parts,
-    coefs,
-    found,
-    bad,
-    METHOD: tl.constexpr,
-    SKIP: tl.constexpr,
-    LATCH: tl.constexpr,
-    FOUND: tl.constexpr,
-    LOOK: tl.constexpr,
-    R: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """b of rows whose sums of squares lie in `parts`, for all members of a family.
-
-    With LOOK nothing is changed: `bad` gets the number of rows that are not finite.
-    """
-    pid = tl.program_id(0)
-    i = tl.load(tiles + pid).to(tl.int64)
-    f = families + i * F_WORDS
-    row = (pid - tl.load(f + F_FIRST)) * R + tl.arange(0, R).to(tl.int64)
-    there = row < tl.load(f + F_ROWS)
-    span = tl.arange(0, WIDTH).to(tl.int64)[None, :]
-
-    sq = tl.zeros([R], tl.float64)
-    run, ends = tl.load(f + F_RUN), tl.load(f + F_RUN) + tl.load(f + F_RUNS)
-    for k in range(run, ends):
-        base, count = tl.load(runs + 2 * k), tl.load(runs + 2 * k + 1)
-        for j in range(0, count, WIDTH):
-            inside = there[:, None] & (j + span < count)
-            spots = parts + base + row[:, None] * count + j + span
-            sq += tl.sum(tl.load(spots, mask=inside, other=0.0), axis=1)
-
-    # b never decreases, so among relatives the largest is the latest.
-    first, count = tl.load(f + F_MEMBER), tl.load(f + F_MEMBERS)
-    old, lost = tl.zeros([R], tl.float32), tl.zeros([R], tl.int32)
-    for j in range(0, count, WIDTH):
-        m = members + (first + j + span) * M_WORDS
-        inside = there[:, None] & (j + span < count)
-        bs = tl.load(m + M_B, mask=j + span < count, other=0).to(tl.pointer_type(tl.float32))
-        theirs = tl.load(bs + row[:, None], mask=inside, other=0.0)
-        old = tl.maximum(old, tl.max(tl.where(theirs == theirs, theirs, 0.0), axis=1))
-        lost = tl.maximum(lost, tl.max((theirs != theirs).to(tl.int32), axis=1))
-    old = tl.where(lost != 0, float("nan"), old)
-
-    conf += tl.load(f + F_GROUP) * SETTINGS
-    lam = _rate(conf, found, FOUND)
-    start, hold = _real(tl.load(conf + START)), tl.load(f + F_HOLD) != 0
-    new, finite = _next_b(old, sq, lam, start, hold, LATCH)
-    live = there & (tl.where(there, lam, 0.0) != 0)  # none of them if λ = 0
-    if LOOK:
-        tl.store(bad + pid, tl.sum((live & (finite == 0)).to(tl.int32)))
-        return
-    skips = live & (finite == 0)
-    if SKIP:
-        live = live & finite
-    keep = live
-    if LATCH:
-        live = live & (new != 0)
-    log_mu = _real(tl.load(conf + LOG_MU))
-    for j in range(0, count, WIDTH):
-        m = members + (first + j + span) * M_WORDS
-        listed = j + span < count
-        present = listed & (tl.load(m + M_PRESENT, mask=listed, other=0) != 0)
-        inside = there[:, None] & present
-        bs = tl.load(m + M_B, mask=present, other=0).to(tl.pointer_type(tl.float32))
-        tl.store(bs + row[:, None], new[:, None] + span * 0.0, mask=inside & keep[:, None])
-        ts = tl.load(m + M_T, mask=present, other=0).to(tl.pointer_type(tl.float32))
-        if METHOD == ADAM:
-            t = tl.load(ts + row[:, None], mask=inside, other=0.0) + live.to(tl.float32)[:, None]
-            tl.store(ts + row[:, None], t, mask=inside)
-        else:
-            one = present & (row == 0)[:, None]
-            t = tl.load(ts + row[:, None] * 0, mask=one, other=0.0) + tl.where(lam != 0, 1.0, 0.0)
-            tl.store(ts + row[:, None] * 0, t, mask=one)
-        if SKIP:
-            counts = tl.load(m + M_SKIPPED, mask=present, other=0).to(tl.pointer_type(tl.int32))
-            more = tl.load(counts + row[:, None], mask=inside, other=0) + 1
-            tl.store(counts + row[:, None], more, mask=inside & skips[:, None])
-        room = tl.load(m + M_ROOM, mask=present, other=0)
-        coef = coefs + (room + row[:, None]) * 2
-        tl.store(coef, _inverse(new[:, None], t, log_mu, METHOD), mask=inside)
-        tl.store(coef + 1, live.to(tl.float32)[:, None] + span * 0.0, mask=inside)
-
-
-@triton.jit
 def count_steps(rec, conf, found, FOUND: tl.constexpr):
     """t of every parameter, before the step that draws its random numbers from it."""
     i = tl.program_id(0).to(tl.int64)
     r = rec + i * WORDS
-    lam = _rate(conf + tl.load(r + GROUP) * SETTINGS, found, FOUND)
+    lam = lam_of(conf + tl.load(r + GROUP_NUMBER) * SETTINGS, found, FOUND)
     t = tl.load(r + T).to(tl.pointer_type(tl.float32))
     tl.store(t, tl.load(t) + tl.where(lam != 0, 1.0, 0.0))

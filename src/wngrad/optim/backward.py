@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from wngrad.optim import door, fused, sharded
-from wngrad.optim.base import BlockOptimizer
+from wngrad.optim import sharded
+from wngrad.optim.optimizer import BlockOptimizer
 from wngrad.optim.state import Group, shape_of
 
 _OWNER = "step_in_backward"
@@ -45,8 +45,8 @@ def step_in_backward(optimizer: BlockOptimizer) -> Released:
     """Step every parameter as soon as its gradient is complete, and free the gradient.
 
     The training loop stays as it is. Its `optimizer.step()` takes the step of whatever `backward`
-    has left: parameters added or unfrozen later, and the relatives in a `joint` group one of which
-    has had no gradient. Rule, state and checkpoints are those of the ordinary loop, bit for bit.
+    has left: parameters added or unfrozen later, and those of a `joint` group one of which has had
+    no gradient. Rule, state and checkpoints are those of the ordinary loop, bit for bit.
 
     Args:
         optimizer: a `WNGrad` or `WNAdam`, but neither `per="model"` nor `nonfinite="raise"`, which
@@ -83,21 +83,19 @@ def step_in_backward(optimizer: BlockOptimizer) -> Released:
 
 
 class _Part:
-    """Parameters that step together: one alone, or the relatives of a `joint` group."""
+    """Parameters that step together: one alone, or all of a `joint` group."""
 
     def __init__(self, whole: BlockOptimizer, group: int, members: list[int]) -> None:
         self._whole, self._number, self._members = whole, group, members
         self._group = whole.param_groups[group]
         self._all = [self._group["params"][i] for i in members]
         self.params = [p for p in self._all if p.requires_grad]  # those that can have a hook
-        # The same optimizer over fewer parameters, with plans of fused steps of its own. Those that
-        # CUDA graphs replay live as long as the optimizer, and not only as long as the hooks.
+        # The same optimizer over fewer parameters, with a cache of fused steps of its own.
         self._alone: BlockOptimizer = object.__new__(type(whole))
-        vars(self._alone).update(vars(whole), _fused_engine=fused.Engine())
-        self._alone._engine._captured = whole._engine._captured
+        vars(self._alone).update(vars(whole), _fused_engine=whole._engine.of_part())
 
     def __call__(self, _: Tensor) -> None:
-        """The hook: step, unless a relative's gradient is still to come."""
+        """The hook: step, unless another's gradient is still to come."""
         if any(p.grad is None and p.requires_grad for p in self._all):
             return
         whole, alone = self._whole, self._alone
@@ -106,7 +104,7 @@ class _Part:
             self._group = group
             alone._engine.forget()
         _check_settings(group)
-        door.settings(whole._owner, group, whole._fraction)
+        whole._settings(group)  # put right, if need be, in the optimizer's own group
         per = group["per"]
         shapes = [per[i] for i in self._members] if isinstance(per, list) else per
         stepping = [p for p in self._all if p.grad is not None]
@@ -126,7 +124,7 @@ def _parts(optimizer: BlockOptimizer) -> Iterator[_Part]:
             yield _Part(optimizer, number, members)
 
 
-# ------------------------------------------------------------------------------ the door
+# ------------------------------------------------------------------------------ checks
 
 
 def _refuse(rule: str) -> None:

@@ -1,14 +1,11 @@
-"""How a parameter's blocks lie in memory: rows of elements, for the fused kernel."""
+"""The layout of a parameter's blocks in memory: rows of elements, for the fused kernels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import NamedTuple
 
-from torch import Tensor
-
-from wngrad.optim.pieces import Piece
+from wngrad.optim.views import View
 
 _MOST_KEPT, _MOST_SUMMED = 2, 4  # dimensions a strided address can have
 
@@ -35,7 +32,7 @@ class Layout:
         return len(self.kept) <= 1 and len(self.summed) <= 1 and across and within
 
     def words(self) -> list[int]:
-        """Sizes, then the strides of each tensor, as the kernel reads them."""
+        """Sizes, then the strides of each tensor, as in `records.LAYOUT`."""
         one = _Dim(1, (0, 0, 0))
         kept = (one,) * (_MOST_KEPT - len(self.kept)) + self.kept
         summed = (one,) * (_MOST_SUMMED - len(self.summed)) + self.summed
@@ -43,23 +40,36 @@ class Layout:
         return sizes + [d.strides[k] for k in range(3) for d in (*kept, *summed)]
 
 
-def layout(part: Piece, buffer: Tensor | None) -> Layout | None:
-    """The rows of a piece; None if its strides are too many, or it would be written twice."""
-    tensors = (part.p, part.g, part.p if buffer is None else buffer)
-    strides = zip(*(t.stride() for t in tensors), strict=True)
-    dims = [_Dim(n, s) for n, s in zip(part.p.shape, strides, strict=True)]
-    b_shape = part.state["b"].shape
-    kept = [d for d, n in zip(dims, b_shape, strict=True) if n == d.size != 1]
-    summed = [d for d, n in zip(dims, b_shape, strict=True) if n != d.size]
-    rows, length = prod(d.size for d in kept), prod(d.size for d in summed)
+def layout(view: View) -> Layout:
+    """The rows of a view that `fits` the kernels."""
+    dims, rows, length = _dims(view), view.b.numel(), view.p.numel() // max(1, view.b.numel())
     if not rows * length:
         return Layout(rows, 0, (), ())
+    kept, summed = _sorted_out(dims, view)
+    return Layout(rows, length, _merged(kept), _merged(summed))
+
+
+def fits(view: View) -> bool:
+    """Whether the strides are few enough for the kernels, and nothing would be written twice."""
+    found = layout(view)
+    written = ((d.strides[0], d.strides[2]) for d in _dims(view) if d.size > 1)
+    few = len(found.kept) <= _MOST_KEPT and len(found.summed) <= _MOST_SUMMED
+    return few and (not view.p.numel() or all(0 not in each for each in written))
+
+
+def _dims(view: View) -> list[_Dim]:
+    buffer = next(iter(view.buffers.values()), view.p)
+    strides = zip(view.p.stride(), view.g.stride(), buffer.stride(), strict=True)
+    return [_Dim(n, s) for n, s in zip(view.p.shape, strides, strict=True)]
+
+
+def _sorted_out(dims: list[_Dim], view: View) -> tuple[list[_Dim], list[_Dim]]:
+    """Dimensions across rows, and those within one."""
+    pairs = list(zip(dims, view.b.shape, strict=True))
+    summed = [d for d, n in pairs if n != d.size]
     # Within a row any order will do, so that of memory (channels last, say). Rows follow b.
     summed.sort(key=lambda d: d.strides, reverse=True)
-    found = Layout(rows, length, _merged(kept), _merged(summed))
-    fits = len(found.kept) <= _MOST_KEPT and len(found.summed) <= _MOST_SUMMED
-    written = ((d.strides[0], d.strides[2]) for d in dims if d.size > 1)
-    return found if fits and all(0 not in each for each in written) else None
+    return [d for d, n in pairs if n == d.size != 1], summed
 
 
 def _merged(dims: list[_Dim]) -> tuple[_Dim, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from wngrad import slopes
-from wngrad.optim import door
+from wngrad.optim import checks
 
 
 def lipschitz_b_init(
@@ -48,8 +48,8 @@ def lipschitz_b_init(
         4.0
     """
     owner = "lipschitz_b_init"
-    lam = door.finite(owner, "lr", lr, above=0)
-    far = door.finite(owner, "radius", radius, above=0)
+    lam = checks.finite(owner, "lr", lr, above=0)
+    far = checks.finite(owner, "radius", radius, above=0)
     if not isinstance(points, int) or points < 2:
         raise ValueError(f"{owner}: `points` must be an integer >= 2, got {points!r}.")
     params = [p for p in model.parameters() if p.requires_grad]

@@ -1,0 +1,295 @@
+"""Checks of arguments and settings: each refusal names owner, argument, rule and value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from numbers import Real
+from operator import itemgetter
+from typing import Any, Literal, NoReturn, TypedDict, get_args
+
+import torch
+from torch import Tensor
+
+from wngrad.optim.blocks import NAMES, Per, Shape
+
+Nonfinite = Literal["propagate", "skip", "raise"]
+BInit = float | Literal["gradient"] | tuple[Literal["gradient"], float]
+Check = Callable[[str, str, object], Any]  # of (owner, name, value): the value as plain data
+
+_MAX_RATE = 1e150  # λ² must be a number.
+_B_INIT = '`b_init` must be a number, "gradient" or ("gradient", C)'
+
+
+def real(owner: str, name: str, value: object) -> float:
+    """`value` as a float; booleans, strings and arrays are refused."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{owner}: `{name}` must be a number, got {value!r}.")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{owner}: `{name}` must be finite, got a number too large.") from None
+
+
+def finite(owner: str, name: str, value: object, *, above: float | None = None) -> float:
+    """A finite number ≥ 0, or > `above` where that is given."""
+    x = real(owner, name, value)
+    if above is not None and not (x > above and math.isfinite(x)):
+        raise ValueError(f"{owner}: `{name}` must be > {above:g} and finite, got {value!r}.")
+    if not (x >= 0 and math.isfinite(x)):  # also catches nan
+        raise ValueError(f"{owner}: `{name}` must be >= 0 and finite, got {value!r}.")
+    return x
+
+
+def fraction(owner: str, name: str, value: object) -> float:
+    """A number in [0, 1)."""
+    x = real(owner, name, value)
+    if not 0 <= x < 1:
+        raise ValueError(f"{owner}: `{name}` must be in [0, 1), got {value!r}.")
+    return x
+
+
+def flag(owner: str, name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{owner}: `{name}` must be True or False, got {value!r}.")
+    return value
+
+
+def one_of(owner: str, name: str, value: object, names: tuple[str, ...], more: str = "") -> str:
+    if not isinstance(value, str) or value not in names:
+        listed = ", ".join(map(repr, names))
+        raise ValueError(f"{owner}: `{name}` must be one of {listed}{more}, got {value!r}.")
+    return str(value)
+
+
+def rate(owner: str, value: object) -> float | Tensor:
+    """λ: a number ≥ 0, or a tensor of one element."""
+    number = scalar(owner, value).item() if isinstance(value, Tensor) else value
+    if finite(owner, "lr", number) > _MAX_RATE:
+        raise ValueError(f"{owner}: `lr` must be <= {_MAX_RATE:g}, got {value!r}.")
+    return value if isinstance(value, Tensor) else real(owner, "lr", value)
+
+
+def scalar(owner: str, lr: Tensor) -> Tensor:
+    """A tensor λ without its dimensions."""
+    if lr.numel() != 1 or lr.dim() > 2 or lr.is_complex():
+        raise ValueError(
+            f"{owner}: `lr` as a tensor must have one real element in 0 to 2 dimensions, "
+            f"got shape {tuple(lr.shape)} and dtype {lr.dtype}."
+        )
+    return lr.reshape(())
+
+
+def b_init(owner: str, name: str, value: object) -> BInit:
+    """b₁: a number, or ("gradient", C) for b₁ = C·λ·‖g₁‖."""
+    if isinstance(value, str) and value == "gradient":
+        return ("gradient", 1.0)
+    if isinstance(value, str):
+        raise ValueError(f"{owner}: {_B_INIT}, got {value!r}.")
+    if isinstance(value, Sequence):
+        if len(value) != 2 or value[0] != "gradient":
+            raise ValueError(f"{owner}: {_B_INIT}, got {value!r}.")
+        return ("gradient", finite(owner, name, value[1], above=0))
+    return finite(owner, name, value, above=0)
+
+
+def _nonfinite(owner: str, name: str, value: object) -> str:
+    return one_of(owner, name, value, get_args(Nonfinite))
+
+
+def _flag_or_none(owner: str, name: str, value: object) -> bool | None:
+    return None if value is None else flag(owner, name, value)
+
+
+def _per(owner: str, name: str, value: object) -> object:
+    """A name, or the shapes that `blocks.resolve` has made of a callable or a list."""
+    if isinstance(value, list):
+        return tuple(map(tuple, value))
+    return one_of(owner, name, value, NAMES, " or a callable")
+
+
+# ----------------------------------------------------------------------- a group's settings
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments that every optimizer takes; `WNGrad` says what each of them does."""
+
+    weight_decay: float
+    decoupled_weight_decay: bool
+    b_init: BInit
+    per: Per
+    hold_1d: bool
+    joint: bool
+    nonfinite: Nonfinite
+    maximize: bool
+    differentiable: bool
+    fused: bool | None
+    stochastic_rounding: bool
+
+
+DEFAULTS: Options = {
+    "weight_decay": 0.0,
+    "decoupled_weight_decay": False,
+    "b_init": 1.0,
+    "per": "neuron",
+    "hold_1d": False,
+    "joint": False,
+    "nonfinite": "propagate",
+    "maximize": False,
+    "differentiable": False,
+    "fused": None,
+    "stochastic_rounding": False,
+}
+_CHECKS: dict[str, Check] = {
+    "weight_decay": finite,
+    "decoupled_weight_decay": flag,
+    "b_init": b_init,
+    "hold_1d": flag,
+    "joint": flag,
+    "nonfinite": _nonfinite,
+    "maximize": flag,
+    "differentiable": flag,
+    "fused": _flag_or_none,
+    "stochastic_rounding": flag,
+    "per": _per,
+}
+_common = itemgetter(*_CHECKS)
+_PLAIN = {float, bool, str, tuple, type(None)}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings that every optimizer has, checked: what a step of a group depends on."""
+
+    weight_decay: float
+    decoupled_weight_decay: bool
+    b_init: float | tuple[str, float]
+    hold_1d: bool
+    joint: bool  # the parameters share their b, block by block
+    nonfinite: str
+    maximize: bool
+    differentiable: bool
+    fused: bool | None
+    stochastic_rounding: bool
+    per: str | tuple[Shape, ...]
+
+    @property
+    def c(self) -> float | None:
+        """C of b₁ = C·λ·‖g₁‖; None where b₁ is a number."""
+        return self.b_init[1] if isinstance(self.b_init, tuple) else None
+
+    @property
+    def shares(self) -> bool:
+        """Whether a group's parameters share their b."""
+        return self.joint or self.per == "model"
+
+    @property
+    def choices(self) -> tuple[object, ...]:
+        """All but the numbers, which a kernel reads anew in each step."""
+        numbers = (self.weight_decay != 0, self.c is None)
+        flags = (self.decoupled_weight_decay, self.hold_1d, self.joint, self.nonfinite)
+        rest = (self.differentiable, self.fused, self.stochastic_rounding, self.per)
+        return (*numbers, *flags, *rest)
+
+
+Own = tuple[tuple[str, Check], ...]  # the settings that one optimizer adds, each with its check
+
+
+def plain(owner: str, group: Mapping[str, Any], own: Own) -> dict[str, Any]:
+    """Every setting of a new group but `per`, checked and as plain data."""
+    every = {**_CHECKS, **dict(own)}
+    del every["per"]
+    settings = {name: check(owner, name, group[name]) for name, check in every.items()}
+    return {"lr": rate(owner, group["lr"]), **settings}
+
+
+def settings(owner: str, group: dict[str, Any], own: Own) -> Settings:
+    """The settings of a group as they are now, checked before each step.
+
+    The check and the key under which a fused step is cached are one and the same record, so that
+    neither can know of a setting that the other does not.
+    """
+    values = (*_common(group), *(group[name] for name, _ in own))
+    if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, values)):
+        for name, check in own:
+            group[name] = check(owner, name, group[name])
+        return _checked(owner, (), values[: len(_CHECKS)])
+    try:
+        return _cached(owner, own, values)
+    except TypeError:  # perhaps a tuple of something that cannot be a key
+        return _checked(owner, own, values)
+
+
+def _checked(owner: str, own: Own, values: tuple[Any, ...]) -> Settings:
+    pairs = zip((*_CHECKS.items(), *own), values, strict=True)
+    checked = [check(owner, name, value) for (name, check), value in pairs]
+    return Settings(*checked[: len(_CHECKS)])
+
+
+_cached = lru_cache(maxsize=1024, typed=True)(_checked)
+
+
+# ------------------------------------------------------------------ parameters and gradients
+
+
+def refuse_nonfinite(owner: str, p: Tensor, count: int) -> NoReturn:
+    """`nonfinite="raise"` has met a gradient that it must not step on."""
+    raise ValueError(
+        f"{owner}: `nonfinite` is 'raise', and the gradient of {count} blocks or more of "
+        f"a parameter of shape {tuple(p.shape)} is not finite or too large. Nothing was "
+        f"changed."
+    )
+
+
+def representable(owner: str, start: BInit, dtype: torch.dtype) -> None:
+    """b₁ as a number must be one in b's type."""
+    info = torch.finfo(dtype)
+    if isinstance(start, float) and not info.tiny <= start <= info.max:
+        raise ValueError(
+            f"{owner}: `b_init` must be within {info.tiny:.3g} and {info.max:.3g}, the range of "
+            f"{dtype}, got {start!r}."
+        )
+
+
+def listed(owner: str, group: Any) -> Any:
+    """The parameters of a group as a list; a set is left for torch to refuse."""
+    if not isinstance(group, dict):
+        raise TypeError(f"{owner}: `param_group` must be a dict, got {type(group).__name__}.")
+    if "params" not in group:
+        raise ValueError(f"{owner}: `params` must be in every group, got {sorted(group)}.")
+    params = group["params"]
+    if isinstance(params, Tensor):
+        return [params]
+    return params if isinstance(params, set) else list(params)
+
+
+def parameters(owner: str, params: Any) -> list[Tensor]:
+    """The tensors of a group, each of a type that can be trained; torch checks the rest."""
+    tensors = [p[1] if isinstance(p, tuple) and len(p) == 2 else p for p in params]
+    for p in tensors:
+        if not isinstance(p, Tensor):
+            raise TypeError(f"{owner}: `params` must hold tensors, got {p!r}.")
+        if not (p.is_floating_point() or p.is_complex()):
+            raise TypeError(
+                f"{owner}: `params` must be of a floating-point or complex type, got {p.dtype} "
+                f"for a parameter of shape {tuple(p.shape)}."
+            )
+    return tensors
+
+
+def gradient(owner: str, p: Tensor, g: Tensor, *, touches_all: bool) -> None:
+    """A gradient the step can take; checked for all parameters before any of them changes."""
+    if g.shape != p.shape or g.device != p.device:
+        raise ValueError(
+            f"{owner}: `grad` must have the shape and device of its parameter, got "
+            f"{tuple(g.shape)} on {g.device} for a parameter of shape {tuple(p.shape)} on "
+            f"{p.device}."
+        )
+    if g.is_sparse and touches_all:
+        raise ValueError(
+            f"{owner}: a sparse `grad` works without `momentum` and `weight_decay` only: both "
+            f"touch every row; got one for a parameter of shape {tuple(p.shape)}. Use WNGrad "
+            f"without them, or a dense gradient."
+        )

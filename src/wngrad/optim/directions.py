@@ -1,0 +1,109 @@
+"""Directions: how an optimizer makes its step from the gradient, and what it keeps for that.
+
+A step of any optimizer here is
+
+    u ← propose(g)                     whose norm the rule sees
+    b ← b + λ²‖u‖²/b                   `wngrad.rule`, one b for each block
+    d ← advance(u, b)                  the direction of the step
+    x ← x − λ·factor(b, t)·d           the move
+
+A `Direction` fills in the first, third and fourth line. The base class is the gradient itself
+(Algorithm 3). To add one, override `propose` (for a direction that the rule is to measure, such as
+a sign or an orthogonalized matrix) or `advance` (for one that the rule does not see, such as a
+running mean); see `docs/new-optimizer.md`. Lists hold one tensor for each parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from wngrad import rule
+from wngrad.optim import lists
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+Buffers = dict[str, list[Tensor]]  # by name, one tensor of the parameter's shape for each parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Direction:
+    """The gradient itself: x_j ← x_{j-1} − λ g/b_j  (Alg. 3)."""
+
+    buffers: ClassVar[tuple[str, ...]] = ()  # state of the parameter's shape and type
+    counts_blocks: ClassVar[bool] = False  # t is kept for every block, not once a parameter
+    touches_all: ClassVar[bool] = False  # moves entries without a gradient, so no sparse ones
+
+    def propose(self, g: list[Tensor], buffers: Buffers) -> tuple[list[Tensor], Buffers]:
+        """What the rule measures, and the buffers as they will be. Must not write."""
+        return g, {}
+
+    def advance(self, u: list[Tensor], b: list[Tensor], buffers: Buffers) -> list[Tensor]:
+        """The direction of the step; may write to `buffers`. b broadcasts against u."""
+        return u
+
+    def factor(self, b: Tensor, t: Tensor) -> Tensor | None:
+        """What λ·d is multiplied by, for any number of blocks at once; None for 1."""
+        return 1 / b
+
+
+@dataclass(frozen=True, slots=True)
+class Momentum(Direction):
+    """buf ← μ·buf + g/b_j,  x_j ← x_{j-1} − λ buf  (as the paper's authors released it)."""
+
+    mu: float
+    buffers: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    touches_all: ClassVar[bool] = True
+
+    def advance(self, u: list[Tensor], b: list[Tensor], buffers: Buffers) -> list[Tensor]:
+        buf = buffers["momentum_buffer"]
+        lists.mul_(buf, self.mu)
+        lists.addcdiv_(buf, u, b)  # buf ← μ·buf + g/b_j
+        return buf
+
+    def factor(self, b: Tensor, t: Tensor) -> Tensor | None:
+        return None  # g was divided before it entered the buffer
+
+
+@dataclass(frozen=True, slots=True)
+class RunningMean(Direction):
+    """ĝ_j ← β ĝ_{j-1} + (1−β) g,  x_j ← x_{j-1} − (λ/b_j)·ĝ_j/(1−βᵗ)  (Alg. 4)."""
+
+    beta: float
+    buffers: ClassVar[tuple[str, ...]] = ("m",)
+    counts_blocks: ClassVar[bool] = True
+    touches_all: ClassVar[bool] = True
+
+    def advance(self, u: list[Tensor], b: list[Tensor], buffers: Buffers) -> list[Tensor]:
+        m = buffers["m"]
+        lists.mul_(m, self.beta)
+        lists.add_(m, u, alpha=1 - self.beta)  # ĝ_j ← β ĝ_{j-1} + (1−β) g
+        return m
+
+    def factor(self, b: Tensor, t: Tensor) -> Tensor | None:
+        # At t = 0 no block has moved yet, and ĝ is 0.
+        factor: Tensor = rule.unbiased(1 / b, self.beta, torch.clamp(t.to(b.dtype), min=1))
+        return factor
+
+
+GRADIENT = Direction()
+
+
+def known_to_kernels(setting: str) -> Callable[[_Method], _Method]:
+    """Marks an optimizer's `direction` method as one that the fused kernels stand in for.
+
+    A subclass that overrides the method loses the mark, and with it the kernels: what it returns
+    then is what is stepped with.
+
+    Args:
+        setting: the group's setting that holds μ or β.
+    """
+
+    def mark(method: _Method) -> _Method:
+        method.kernel_setting = setting  # type: ignore[attr-defined]
+        return method
+
+    return mark

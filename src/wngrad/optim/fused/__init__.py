@@ -1,0 +1,37 @@
+"""Fused steps: kernels for CPU and CUDA that stand in for the plain step where they can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from wngrad.optim.checks import Settings
+from wngrad.optim.fused.eligibility import refuse, why_never
+from wngrad.optim.fused.engine import Engine
+
+__all__ = ["Engine", "Reasons", "refuse", "why_never", "why_plain"]
+
+
+class Reasons(dict[Tensor, str]):
+    """Parameters that take the plain step, each with the reason; printed, a line for each."""
+
+    def __repr__(self) -> str:
+        if not self:
+            return "every parameter takes the fused step"
+        rows = [(f"{tuple(p.shape)} {str(p.dtype)[6:]}", reason) for p, reason in self.items()]
+        width = max(len(what) for what, _ in rows)
+        return "\n".join(f"{what:<{width}}  {reason}" for what, reason in rows)
+
+
+def why_plain(optimizer: Any, settings: list[Settings]) -> Reasons:
+    """Why parameters do not take the fused step: as the latest was taken, or as far as is known."""
+    latest: dict[int, str] = optimizer._engine.reasons
+    pairs = zip(optimizer.param_groups, settings, strict=True)
+    reasons = Reasons()
+    for group, its in pairs:
+        for p in group["params"]:
+            never = why_never(optimizer, p, its)
+            if reason := never if its.fused is False else latest.get(id(p)) or never:
+                reasons[p] = reason
+    return reasons

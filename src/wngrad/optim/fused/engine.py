@@ -1,0 +1,268 @@
+"""The fused steps of an optimizer, cached by what they depend on.
+
+Nothing here is state. Launches are made from the parameters, their state and the settings, and made
+anew whenever one of them is another; a step like an earlier one only brings the addresses of the
+gradients and the groups' numbers up to date. Parameters are held weakly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wngrad.optim import checks
+from wngrad.optim.checks import Settings
+from wngrad.optim.fused import cpu, cuda, eligibility
+from wngrad.optim.fused.eligibility import Stepper
+from wngrad.optim.fused.method import Method, Unit, method
+from wngrad.optim.fused.snapshot import Camera, Snapshot
+from wngrad.optim.fused.tiling import SMALL, Tiling, tiling
+from wngrad.optim.step import plain_step
+from wngrad.optim.views import SharedBlocks
+
+_MOST = 16  # launches kept at most, for models that train other parameters in every step
+
+
+class Launches:
+    """All launches of a step.
+
+    `reasons` says of every parameter (by id) that takes the plain step why it does.
+    """
+
+    def __init__(
+        self, params: list[Tensor], units: list[Unit], reasons: dict[int, str], now: Snapshot
+    ) -> None:
+        self.reasons = reasons
+        stepping = [p for p in params if p.grad is not None]
+        order = {id(p): i for i, p in enumerate(stepping)}
+        head = len(now.words) - len(stepping)
+        batches: dict[tuple[Method, Tiling | None], list[Unit]] = {}
+        small = sum(view.p.numel() for unit in units for view in unit.shared.members) <= SMALL
+        for unit in units:
+            how = method(unit.shared)
+            cut = None if how.native else tiling(unit.shared, small)
+            batches.setdefault((how, cut), []).append(unit)
+        moved = {id(view.param) for unit in units for view in unit.shared.members}
+        # A backward that needs what was there before the step must say so, not go wrong in silence.
+        self._moved = [i for i, p in enumerate(params) if id(p) in moved and not p.is_inference()]
+        self._whole = len(self._moved) == len(params)
+        self._launches: list[cpu.Launch | cuda.Launch] = []
+        for (how, cut), part in batches.items():
+            views = (view for unit in part for view in unit.shared.members)
+            index = [*range(head), *(head + order[id(view.param)] for view in views)]
+            if cut is None:
+                self._launches.append(cpu.Launch(how, part, index, head))
+            else:
+                self._launches.append(cuda.Launch(how, cut, part, now.words, index, head))
+        self._checked = [each for each in self._launches if each.method.checks_first]
+
+    def run(self, optimizer: Any, params: list[Tensor], words: list[int]) -> None:
+        """Take the step; or change nothing, and raise."""
+        scale = getattr(optimizer, "grad_scale", None)
+        found_inf = getattr(optimizer, "found_inf", None)
+        for launch in self._launches:
+            launch.prepare(words, scale, found_inf)
+        for launch in self._checked:
+            if (bad := launch.bad()) is not None:
+                p = next(p for p in params if id(p) == bad.param)
+                checks.refuse_nonfinite(type(optimizer).__name__, p, bad.blocks)
+        for launch in self._launches:
+            launch.step()
+        moved = params if self._whole else [params[i] for i in self._moved]
+        torch.autograd.graph.increment_version(moved)
+
+
+class Engine:
+    """Takes an optimizer's steps: by kernels where they can, and plainly where not."""
+
+    def __init__(self) -> None:
+        self._camera = Camera()
+        self._launches: dict[Any, tuple[Launches, list[Any]]] = {}  # with references to parameters
+        self._latest: tuple[Snapshot, Launches] | None = None  # if it may be taken again
+        self.reasons: dict[int, str] = {}  # of the latest step, by the parameters' ids
+        self._captured: list[Launches] = []  # graphs read their tables for as long as they live
+
+    def forget(self) -> None:
+        """There is other state now, which may lie where the old one lay."""
+        self._launches.clear()
+        self._latest, self.reasons = None, {}
+
+    def of_part(self) -> Engine:
+        """An engine for some of the parameters; graphs that it captures live as long as this."""
+        part = Engine()
+        part._captured = self._captured
+        return part
+
+    def repeat(self, optimizer: Stepper, settings: list[Settings]) -> bool:
+        """Take the step if an earlier one was like it, all of it by kernels."""
+        if self._latest is None or eligibility.in_dispatch_mode() or _capturing():
+            return False
+        params = _params(optimizer)
+        now = self._snapshot(optimizer, settings, params)
+        launches = self._earlier(now)
+        if launches is None or now is None or launches.reasons:
+            return False
+        launches.run(optimizer, params, now.words)
+        return True
+
+    def step(self, optimizer: Stepper, settings: list[Settings], units: list[SharedBlocks]) -> None:
+        """Take the step. Whatever can fail, fails before the first launch or move."""
+        owner = type(optimizer).__name__
+        if not eligibility.is_possible(optimizer, settings):
+            self._latest = None
+            plain_step(owner, units)
+            return
+        params = _params(optimizer)
+        now = self._snapshot(optimizer, settings, params)
+        if now is None:  # no kernel knows the direction
+            _insist(
+                owner,
+                units,
+                {
+                    id(p): eligibility.why_never(optimizer, p, its)
+                    for g, its in zip(optimizer.param_groups, settings, strict=True)
+                    for p in g["params"]
+                },
+            )
+            plain_step(owner, units)
+            return
+        launches = (None if _capturing() else self._earlier(now)) or self._make(
+            optimizer, params, units, now
+        )
+        _insist(owner, units, launches.reasons)
+        left = [unit for unit in units if id(unit.members[0].param) in launches.reasons]
+        plain_step(owner, left, lambda: launches.run(optimizer, params, now.words))
+
+    def _snapshot(
+        self, optimizer: Stepper, settings: list[Settings], params: list[Tensor]
+    ) -> Snapshot | None:
+        own = eligibility.kernel_setting(optimizer)
+        if own is None:
+            return None
+        groups = optimizer.param_groups
+        return self._camera.take(params, optimizer.state, groups, settings, own)
+
+    def _earlier(self, now: Snapshot | None) -> Launches | None:
+        """The launches of an earlier step like this one."""
+        if now is None:
+            return None
+        if self._latest is not None and now.like(self._latest[0]):
+            return self._latest[1]
+        entry = self._launches.get(now.key)
+        if entry is None:
+            return None
+        self._latest, self.reasons = (now, entry[0]), entry[0].reasons
+        return entry[0]
+
+    def _make(
+        self,
+        optimizer: Stepper,
+        params: list[Tensor],
+        units: list[SharedBlocks],
+        now: Snapshot,
+    ) -> Launches:
+        """New launches. For a graph they are filled outside of it, so that replays only read."""
+        captured = _capturing()
+        with _outside_the_graph() if captured else _nothing():
+            fused, reasons = _sorted_out(optimizer, units)
+            launches = Launches(params, fused, reasons, now)
+        self.reasons = launches.reasons
+        if captured:
+            self._captured.append(launches)
+            self._latest = None  # No other step may change its tables.
+            return launches
+        if len(self._launches) >= _MOST:
+            self._launches.clear()
+        self._launches[now.key] = launches, self._watch(params, now.key)
+        self._latest = now, launches
+        return launches
+
+    def _watch(self, params: list[Tensor], key: Any) -> list[Any]:
+        """References that drop the launches once one of their parameters is gone."""
+        engine = weakref.ref(self)
+
+        def drop(_: Any) -> None:
+            if (own := engine()) is not None:
+                own._launches.pop(key, None)
+                if own._latest is not None and own._latest[0].key == key:
+                    own._latest = None
+
+        return [weakref.ref(p, drop) for p in params]
+
+
+def _params(optimizer: Stepper) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _sorted_out(optimizer: Stepper, units: list[SharedBlocks]) -> tuple[list[Unit], dict[int, str]]:
+    """The units that kernels step, and why the others' parameters are not among them."""
+    numbers = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    overlaps = eligibility.overlapping(units)
+    fused: list[Unit] = []
+    reasons: dict[int, str] = {}
+    for unit in units:
+        number = numbers[id(unit.members[0].param)]
+        lr = optimizer.param_groups[number]["lr"]
+        reason = eligibility.why_not_now(optimizer, unit, lr)
+        if reason is None and any(id(view.param) in overlaps for view in unit.members):
+            reason = "it lies on the memory of another"
+        if reason is None:
+            fused.append(Unit(unit, number))
+        else:
+            reasons |= {id(view.param): reason for view in unit.members}
+    return fused, reasons
+
+
+def _insist(owner: str, units: list[SharedBlocks], reasons: Any) -> None:
+    """Refuse the step if `fused=True` was asked of a parameter that cannot take it."""
+    for unit in units:
+        p = unit.members[0].param
+        if unit.settings.fused and reasons.get(id(p)):
+            eligibility.refuse(owner, p, reasons[id(p)])
+
+
+# ---------------------------------------------------------------------------- CUDA graphs
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _side() -> torch.cuda.Stream:  # pragma: no cover, needs a GPU
+    """A stream that captures nothing. torch hands out the same 32 again and again."""
+    while True:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(side):
+            if not torch.cuda.is_current_stream_capturing():
+                return side
+
+
+@contextmanager
+def _outside_the_graph() -> Iterator[None]:  # pragma: no cover, needs a GPU
+    """Work at once, though a graph is being captured: what is written is there for all replays."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # Not NVIDIA's. Then every replay writes its tables first.
+        yield
+        return
+    # Waiting for a stream is forbidden in the mode graphs are captured in.
+    relaxed = ctypes.c_int(2)
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+    try:
+        side = _side()
+        with torch.cuda.stream(side):
+            yield
+        side.synchronize()
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]

@@ -1,0 +1,208 @@
+"""The cache key of a fused step: everything that its launches depend on.
+
+A step whose parameters, state and settings are those of an earlier one finds its launches ready, so
+this is all that it costs the host. It is written for speed: `snapshot.c` walks over the tensors,
+and Python does where there is no such library, or a tensor that it cannot read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from functools import cache, lru_cache, reduce
+from itertools import chain
+from operator import or_
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from wngrad.optim import sharded
+from wngrad.optim.checks import Settings
+from wngrad.optim.fused import library
+from wngrad.optim.fused.records import FLOAT32, FLOAT64, NUMBER, bits
+
+_KINDS = {torch.float32: FLOAT32, torch.float64: FLOAT64}
+UNKNOWN_KIND = -1  # of a λ in a tensor of another type, on a device
+
+
+class Snapshot(NamedTuple):
+    """A step that is due."""
+
+    tensors: object  # the parameters, their gradients and their state: comparable and hashable
+    choices: tuple[object, ...]  # all else that the launches depend on
+    words: list[int]  # what may differ: the numbers of each group, then the gradients' addresses
+
+    @property
+    def key(self) -> tuple[object, object]:
+        return self.tensors, self.choices
+
+    def like(self, other: Snapshot) -> bool:
+        """Whether one launch does for both."""
+        return self.tensors == other.tensors and self.choices == other.choices
+
+
+class Camera:
+    """Takes snapshots of an optimizer's steps; holds room for the words of one."""
+
+    def __init__(self) -> None:
+        self._words = np.zeros(256, np.int64)
+        self._gradients = np.zeros(16, np.int64)
+
+    def take(
+        self,
+        params: list[Tensor],
+        state: dict[Tensor, Any],
+        groups: list[dict[str, Any]],
+        settings: list[Settings],
+        own: str,
+    ) -> Snapshot | None:
+        """The step that is due, or None if λ is not one number.
+
+        Args:
+            own: the name of the setting that holds μ or β.
+        """
+        words: list[int] = []
+        choices: list[Any] = []
+        for group, its in zip(groups, settings, strict=True):
+            lr = group["lr"]
+            if (lam := rate(lr)) is None:
+                return None
+            words += lam
+            numbers, choice = _read(group[own], its)
+            words += numbers
+            still = lam == (0, NUMBER)  # A group without rate takes no part.
+            buffered = group[own] != 0
+            far = None if lam[1] == NUMBER else (lam[1], lr.device)
+            choices.append((choice, len(group["params"]), buffered, still, far))
+        tensors, gradients = self._tensors(params, state)
+        # Loads are 16 bytes wide where all addresses allow it.
+        odd = reduce(or_, gradients, 0) % 16
+        choices.append(tuple(place % 16 for place in gradients) if odd else None)
+        return Snapshot(tensors, tuple(choices), words + gradients)
+
+    def _tensors(self, params: list[Tensor], state: dict[Tensor, Any]) -> tuple[Any, list[int]]:
+        walk = _walk()
+        if walk is None:
+            return _by_hand(params, state)
+        if len(params) >= len(self._gradients):
+            self._gradients = np.zeros(2 * len(params), np.int64)
+        while (n := walk(params, state, self._words, self._gradients)) < 0:
+            self._words = np.zeros(2 * len(self._words), np.int64)
+        if n == 0:
+            return _by_hand(params, state)
+        return self._words[:n].tobytes(), self._gradients[1 : 1 + self._gradients[0]].tolist()
+
+
+def rate(lr: float | Tensor) -> tuple[int, int] | None:
+    """λ as a kernel reads it, a word and its kind; None if it is not one number."""
+    if not isinstance(lr, Tensor):
+        return bits(float(lr) + 0.0), NUMBER  # −0 becomes 0
+    if lr.numel() != 1 or lr.dim() > 2 or lr.is_complex():
+        return None
+    if lr.device.type == "cpu":
+        return bits(lr.item() + 0.0), NUMBER
+    return lr.data_ptr(), _KINDS.get(lr.dtype, UNKNOWN_KIND)
+
+
+@lru_cache(maxsize=1024)
+def _read(mu: float, settings: Settings) -> tuple[tuple[int, ...], tuple[object, ...]]:
+    """A group's numbers but λ, as words of `records.GROUP`; and its choices."""
+    log_mu = math.log2(mu) if mu > 0 else -math.inf
+    c = settings.b_init[1] if isinstance(settings.b_init, tuple) else settings.b_init
+    numbers = (mu, log_mu, settings.weight_decay, c, -1.0 if settings.maximize else 1.0, 0.0)
+    return tuple(map(bits, numbers)), settings.choices
+
+
+# --------------------------------------------------------------------------- in Python
+
+
+def _by_hand(params: list[Tensor], state: dict[Tensor, Any]) -> tuple[Any, list[int]]:
+    """The tensors of a step, one by one: shards, sparse gradients and empty ones among them."""
+    grads = [p.grad for p in params]
+    live = [g for g in grads if g is not None]
+    owners = [(id(p), *its) for p, its in state.items()]
+    kept = list(chain.from_iterable(its.values() for its in state.values()))
+    kinds = [_kind(t) for t in (*params, *live, *kept)]
+    places = [_address(t) for t in (*params, *kept)]
+    which = (*map(id, params), *(g is None for g in grads))
+    key = (which, tuple(places), tuple(kinds), tuple(owners))
+    return key, [_address(g) for g in live]
+
+
+def _address(t: Any) -> int:
+    """Where it lies: a shard's part on this rank; nowhere if it has no memory, or is no tensor."""
+    if not isinstance(t, Tensor) or t.layout != torch.strided:
+        return 0
+    try:
+        return sharded.local(t).data_ptr()
+    except RuntimeError:  # one that torch.func has wrapped
+        return 0
+
+
+def _kind(t: Any) -> tuple[Any, ...]:
+    """Its type, shape, strides and sign, a shard's on this rank; what is no tensor has none."""
+    if not isinstance(t, Tensor):
+        return ()
+    if t.layout != torch.strided:
+        return type(t), t.dtype, t.shape, t.device, t.layout
+    strides, placements = sharded.local(t).stride(), getattr(t, "placements", None)
+    return type(t), t.dtype, t.shape, t.device, strides, t.is_neg(), placements
+
+
+# --------------------------------------------------------------------------------- in C
+
+_NAME, _MAJOR = b"dlpack_exchange_api", 1  # of DLPack's C interface, and its version
+_EXPORT = 40  # where in it the function lies that snapshot.c calls, which need not be there
+_CALLED = (
+    *("PyList_Size", "PyList_GetItem", "PyDict_Next", "PyObject_GetAttr", "PyObject_Type"),
+    *("PyObject_Hash", "PyObject_CallFunctionObjArgs", "PyObject_IsTrue", "Py_DecRef"),
+    "PyErr_Clear",
+)
+
+
+class _Python(ctypes.Structure):
+    """`Python` of snapshot.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("exchange", *_CALLED)),
+        *((name, ctypes.py_object) for name in ("none", "grad", "is_neg")),
+        *((name, ctypes.py_object) for name in ("tensor", "parameter")),
+    ]
+
+
+@cache
+def _walk() -> Any:
+    """snapshot.c's function of (params, state, words, gradients); None where it cannot be used."""
+    exchange, loaded = _exchange(), library.snapshot()
+    if not exchange or isinstance(loaded, str):
+        return None
+    called = (ctypes.cast(getattr(ctypes.pythonapi, f), ctypes.c_void_p) for f in _CALLED)
+    python = _Python(exchange, *called, None, "grad", Tensor.is_neg, Tensor, nn.Parameter)
+    call, at = loaded.snapshot, ctypes.addressof(python)
+    objects, words = [ctypes.py_object] * 2, ctypes.c_void_p
+    call.argtypes = [words, *objects, words, ctypes.c_int64, words]
+    call.restype = ctypes.c_int64
+
+    def walk(params: list[Tensor], state: Any, words: Any, gradients: Any, _: Any = python) -> int:
+        n: int = call(at, params, state, words.ctypes.data, len(words), gradients.ctypes.data)
+        return n
+
+    return walk
+
+
+def _exchange() -> int | None:
+    """Where DLPack's C interface to torch's tensors lies."""
+    capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    locked = getattr(sys, "_is_gil_enabled", lambda: True)()  # so that nobody changes what is read
+    if capsule is None or not locked or sys.implementation.name != "cpython":
+        return None
+    kind = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    try:
+        place: int = kind(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, _NAME)
+    except ValueError:  # It is another capsule.
+        return None
+    export = ctypes.c_void_p.from_address(place + _EXPORT).value
+    return place if export and ctypes.c_uint32.from_address(place).value == _MAJOR else None

@@ -1,0 +1,333 @@
+"""The torch contract, shared by all optimizers: groups, checkpoints, and who steps together."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, cast, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from wngrad.optim import blocks, checks, fused, report, sharded, state
+from wngrad.optim.checks import Settings
+from wngrad.optim.directions import Direction
+from wngrad.optim.state import PER_BLOCK, Group, shape_of
+from wngrad.optim.step import plain_step
+from wngrad.optim.views import SharedBlocks, view
+
+
+class _Due(NamedTuple):
+    """A parameter that is about to step."""
+
+    group: Group
+    number: int  # of its group
+    settings: Settings
+    lam: float | Tensor
+    p: Tensor
+    direction: Direction
+    shapes: dict[str, blocks.Shape]  # of the state it needs
+    state: dict[str, Tensor]  # as it is
+
+    @property
+    def lacks_state(self) -> bool:
+        return not self.shapes.keys() <= self.state.keys()
+
+
+class BlockOptimizer(Optimizer):
+    """An optimizer with one learning rate, λ/b, for every block of entries.
+
+    A subclass says what its `direction` is, and which settings it adds; `docs/new-optimizer.md`
+    writes one.
+    """
+
+    own_settings: ClassVar[checks.Own] = ()  # the settings it adds, each with its check
+
+    # Lets GradScaler hand `grad_scale` and `found_inf` to the step instead of synchronizing.
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params: ParamsT, settings: dict[str, Any]) -> None:
+        own = [name for name, _ in self.own_settings]
+        for name in settings.keys() - {"lr", *own, *checks.DEFAULTS}:
+            raise TypeError(f"{self._owner}: `{name}` is not an argument, got {settings[name]!r}.")
+        self._fused_engine = fused.Engine()
+        order = ("lr", *own, *checks.DEFAULTS)
+        every = {**checks.DEFAULTS, **settings}
+        super().__init__(params, {name: every[name] for name in order})
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Let `help` and `inspect.signature` show every setting, as if it were written out."""
+        super().__init_subclass__(**more)
+        signature = inspect.signature(cls.__init__)
+        named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        if len(named) < len(signature.parameters):
+            shared = [
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+                for name, default in checks.DEFAULTS.items()
+                if name not in signature.parameters
+            ]
+            cls.__signature__ = signature.replace(parameters=[*named[1:], *shared])  # type: ignore[attr-defined]
+
+    def direction(self, group: Group, p: Tensor) -> Direction:
+        """How the step of parameter `p` is made from its gradient."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- the step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step: b first, then x.
+
+        Args:
+            closure: recomputes the loss and the gradients, and returns the loss.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._take()
+        return loss
+
+    def _take(self) -> None:
+        """The step itself, with the gradients there are."""
+        settings = [self._settings(group) for group in self.param_groups]
+        if not torch.compiler.is_compiling() and self._engine.repeat(self, settings):
+            return
+        with torch.set_grad_enabled(any(each.differentiable for each in settings)):
+            due = self._due(settings)
+            # A trace would lose new state, and cannot see sparse gradients.
+            if any(each.lacks_state or cast(Tensor, each.p.grad).is_sparse for each in due):
+                self._eager_update(due, settings)
+            else:
+                self._update(due, settings)
+
+    def _update(self, due: list[_Due], settings: list[Settings]) -> None:
+        units = self._units(due)
+        if torch.compiler.is_compiling():
+            plain_step(self._owner, units)
+        else:
+            self._engine.step(self, settings, units)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _eager_update(self, due: list[_Due], settings: list[Settings]) -> None:
+        """An update outside any trace; takes back the state it made if it fails."""
+        before = {p: dict(its) for p, its in self.state.items()}
+        try:
+            for each in due:
+                state.make(each.group, each.p, self.state[each.p], each.shapes)
+            self._update(due, settings)
+        except BaseException:
+            self.state.clear()
+            self.state.update(before)
+            raise
+
+    # ------------------------------------------------------- who steps together, and state
+
+    def _due(self, settings: list[Settings]) -> list[_Due]:
+        """The parameters that have a gradient. Everything is checked before any state is made."""
+        due = []
+        for number, (group, its) in enumerate(zip(self.param_groups, settings, strict=True)):
+            lam = self._lam(group)
+            for i, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    direction = self.direction(group, p)
+                    shapes = state.wanted(group, i, direction)
+                    due.append(
+                        _Due(group, number, its, lam, p, direction, shapes, self.state.get(p, {}))
+                    )
+        for each in due:
+            self._check_parameter(each)
+        return due
+
+    def _units(self, due: list[_Due]) -> list[SharedBlocks]:
+        """Who steps together."""
+        scale, units = getattr(self, "grad_scale", None), []
+        together: dict[int, SharedBlocks] = {}
+        for each in due:
+            its, p = each.settings, each.p
+            if not isinstance(each.lam, Tensor) and each.lam == 0:
+                continue  # A step without rate changes nothing.
+            hold = its.hold_1d and p.dim() == 1
+            shares = its.shares and not hold
+            alone = not shares or len(each.group["params"]) == 1
+            member = view(p, self.state[p], each.direction, alone)
+            if shares and each.number in together:
+                together[each.number].members.append(member)
+                continue
+            absent = self._b_without_gradient(each) if shares else []
+            units.append(SharedBlocks(its, each.lam, [member], absent, hold, scale))
+            if shares:
+                together[each.number] = units[-1]
+        return units
+
+    def _b_without_gradient(self, due: _Due) -> list[Tensor]:
+        """b of the parameters that share theirs with this one and have no gradient now."""
+        return [
+            sharded.local(self.state[p]["b"])
+            for p in due.group["params"]
+            if p.grad is None
+            and not (due.settings.hold_1d and p.dim() == 1)
+            and "b" in self.state.get(p, {})
+        ]
+
+    def _lam(self, group: Group) -> float | Tensor:
+        lr = group["lr"]
+        lam = checks.scalar(self._owner, lr) if isinstance(lr, Tensor) else cast(float, lr)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if isinstance(lam, Tensor):  # wide, since λ² is needed
+            lam = lam.to(blocks.accumulator(lam.device))
+        if found_inf is None or (not isinstance(lam, Tensor) and lam == 0):
+            return lam
+        # A scaler has found an inf: a step without rate changes nothing.
+        wide = torch.as_tensor(lam, dtype=torch.float64, device=found_inf.device)
+        return torch.where(found_inf.reshape(()) != 0, 0.0, wide)
+
+    def _check_parameter(self, due: _Due) -> None:
+        p, settings = due.p, due.settings
+        touches_all = due.direction.touches_all or settings.weight_decay != 0
+        checks.gradient(self._owner, p, cast(Tensor, p.grad), touches_all=touches_all)
+        if settings.differentiable and p.is_leaf and p.requires_grad:
+            raise ValueError(
+                f"{self._owner}: `differentiable` parameters must not be leaves that require a "
+                f"gradient, got one of shape {tuple(p.shape)}; use a clone."
+            )
+        fixed = "the state (neither `per` nor a shape may change)"
+        state.check(self._owner, fixed, p, due.state, due.shapes)
+
+    def _settings(self, group: Group) -> Settings:
+        return checks.settings(self._owner, group, self.own_settings)
+
+    # ---------------------------------------------------------------- groups and checkpoints
+
+    @property
+    def _owner(self) -> str:
+        return type(self).__name__
+
+    @property
+    def _engine(self) -> fused.Engine:
+        """The cache of fused steps; made again after a copy, since none of it is state."""
+        if "_fused_engine" not in self.__dict__:
+            self._fused_engine = fused.Engine()
+        return self._fused_engine
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group; its settings override the defaults and are checked first."""
+        params = checks.listed(self._owner, param_group)
+        group = {**self.defaults, **param_group, "params": params}
+        tensors = checks.parameters(self._owner, params)
+        group |= checks.plain(self._owner, group, self.own_settings)
+        group["per"] = blocks.resolve(self._owner, group["per"], tensors)
+        shapes = [shape_of({**group, "params": tensors}, i) for i in range(len(tensors))]
+        for p, shape in zip(tensors, shapes, strict=True):
+            sharded.check(self._owner, p, shape)
+            checks.representable(self._owner, group["b_init"], state.b_dtype(p))
+            if group["fused"]:
+                self._insist_on_fused(p, self._settings(group))
+        if group["joint"]:
+            sharded.check_joint(self._owner, tensors, shapes)
+        super().add_param_group(group)
+
+    def _insist_on_fused(self, p: Tensor, settings: Settings) -> None:
+        if (reason := fused.why_never(self, p, settings)) is not None:
+            fused.refuse(self._owner, p, reason)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A callable default has done its work in every group, and may not be picklable.
+        its = super().__getstate__()
+        per = its["defaults"]["per"]
+        return {**its, "defaults": {**its["defaults"], "per": "neuron" if callable(per) else per}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._engine.forget()
+        for group in self.param_groups:  # from a release that did not have them all
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+            group["b_init"] = checks.b_init(self._owner, "b_init", group["b_init"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, bit for bit; refused if a shape does not fit."""
+        given: dict[str, Any] = {}
+
+        def check(_: Optimizer, state_dict: dict[str, Any]) -> None:
+            self._check_state_dict(state_dict)
+            given.update(state_dict)
+
+        def widen(_: Optimizer) -> None:
+            # torch casts all state to its parameter's dtype, where b, t and the counts are wider
+            # on purpose, and keeps what needs no cast, which would tie two optimizers together.
+            for group, saved in zip(self.param_groups, given["param_groups"], strict=True):
+                for p, key in zip(group["params"], saved["params"], strict=True):
+                    for name, value in given["state"].get(key, {}).items():
+                        if isinstance(value, Tensor):
+                            dtype = value.dtype if name in PER_BLOCK else p.dtype
+                            self.state[p][name] = value.detach().to(p.device, dtype, copy=True)
+
+        # Our check runs after the user's hooks of its kind, our cast before them.
+        hooks = [
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(widen, prepend=True),
+        ]
+        blocks_of = [(group["per"], group["fused"]) for group in self.param_groups]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for group, (per, fuse) in zip(self.param_groups, blocks_of, strict=True):
+            group["fused"] = fuse  # That is for the machine to say, not for the checkpoint.
+            if isinstance(per, list):  # Shapes are in the order of our parameters, not the file's.
+                group["per"] = per
+
+    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            per = own["per"] if isinstance(own["per"], list) else saved.get("per", own["per"])
+            group = {**own, **saved, "per": per, "params": own["params"]}
+            for i, key in enumerate(saved["params"][: len(own["params"])]):
+                loaded, p = state_dict["state"].get(key, {}), own["params"][i]
+                shapes = state.wanted(group, i, self.direction(group, p))
+                state.check(self._owner, "`state_dict`", p, loaded, shapes)
+
+    # ------------------------------------------------------------ see what it does
+
+    def why_plain(self) -> fused.Reasons:
+        """The parameters that do not take the fused step, each with the reason.
+
+        Before the first step, those that never can; after a step, as it was taken. `print` shows
+        a line for each.
+        """
+        settings = [self._settings(group) for group in self.param_groups]
+        return fused.why_plain(self, settings)
+
+    def rates(self) -> dict[Tensor, Tensor]:
+        """The effective rates λ/b of every parameter that has stepped, in the shape of its b.
+
+        NaN where no gradient has set a b yet. Does not wait for the device.
+        """
+        return report.rates(self)
+
+    def rate_summary(self) -> list[report.RateSummary]:
+        """Minimum, median and maximum of λ/b for each group, as tensors.
+
+        Does not wait for the device; `summary.floats()` does. Of sharded parameters, this rank's.
+        """
+        return report.summarize(self)
+
+    def skipped(self) -> int:
+        """How many blocks `nonfinite="skip"` has left alone so far; waits for the device.
+
+        Of sharded parameters, this rank's.
+        """
+        return report.skipped(self)
+
+    def diagnose(self) -> list[str]:
+        """What b says about the run so far, a line for each group. Waits for the device."""
+        return report.diagnose(self)
