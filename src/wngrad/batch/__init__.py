@@ -4,7 +4,7 @@ from wngrad.batch.certificate import Certificate, Claim
 from wngrad.batch.first_b import BInit
 from wngrad.batch.minimizer import gradient_descent, minimize
 from wngrad.batch.result import EvaluationError, Result, Status, Trace
-from wngrad.batch.scipy_method import scipy_method
+from wngrad.batch.scipy_adapter import scipy_method
 from wngrad.batch.stochastic import StochasticResult, minimize_stochastic
 
 __all__ = [

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -101,9 +101,14 @@ class Draft:
         return true
 
     def finish(self) -> Certificate:
-        lists = (self.claims, self.verified, self.assumed, self.refuted, self.not_claimed)
-        parts: list[Any] = [tuple(part) for part in lists]
-        return Certificate(*parts, lipschitz_seen=self.lipschitz_seen)
+        return Certificate(
+            claims=tuple(self.claims),
+            verified=tuple(self.verified),
+            assumed=tuple(self.assumed),
+            refuted=tuple(self.refuted),
+            not_claimed=tuple(self.not_claimed),
+            lipschitz_seen=self.lipschitz_seen,
+        )
 
 
 class _Known(NamedTuple):
