@@ -12,9 +12,9 @@ import torch
 from broken import BROKEN, MISBEHAVED, Plain
 from wngrad.conformance import PROBES, Failed, NotApplicable, check, light_probes
 from wngrad.conformance.__main__ import main
+from wngrad.conformance.peers import EVERYONE, PROFILES, Profile
 from wngrad.conformance.runner import Outcome, judged, run_probes
-from wngrad.conformance.subject import PROFILES, Profile
-from wngrad.conformance.table import BEGIN, END, EVERYONE, Row, markdown, parse, record, show
+from wngrad.conformance.table import BEGIN, END, Row, markdown, parse, record, show
 
 ROOT = Path(__file__).parents[1]
 LIGHT = [name for name, probe in PROBES.items() if not probe.distributed]

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from wngrad.conformance.peers import EVERYONE
 from wngrad.conformance.runner import PROBES, Outcome, run_probes
-from wngrad.conformance.table import EVERYONE, Row, explained, halves, parse, publish, record, show
+from wngrad.conformance.table import Row, explained, halves, parse, publish, record, show
 
 
 def main(arguments: list[str] | None = None) -> int:

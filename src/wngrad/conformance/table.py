@@ -16,52 +16,6 @@ from wngrad.conformance.runner import PROBES, Outcome
 
 MARKS = {"pass": "✓", "fail": "✗", "not applicable": "–", "not run": "·"}
 
-# Whom the published table is about. Left out of torch.optim: Muon (takes matrices only) and
-# SparseAdam (takes sparse gradients only).
-EVERYONE = {
-    "wngrad": ("wngrad:WNGrad", "wngrad:WNGrad(momentum=0.9)", "wngrad:WNAdam"),
-    "torch.optim": (
-        "torch.optim:SGD",
-        "torch.optim:SGD(lr=0.1, momentum=0.9)",
-        "torch.optim:Adam",
-        "torch.optim:AdamW",
-        "torch.optim:Adagrad",
-        "torch.optim:RMSprop",
-        "torch.optim:NAdam",
-        "torch.optim:RAdam",
-    ),
-    "torch.optim, less common": (
-        "torch.optim:Adadelta",
-        "torch.optim:Adafactor",
-        "torch.optim:Adamax",
-        "torch.optim:ASGD",
-        "torch.optim:LBFGS",
-        "torch.optim:Rprop",
-    ),
-    "schedule-free, Prodigy": (
-        "schedulefree:SGDScheduleFree",
-        "schedulefree:AdamWScheduleFree",
-        "schedulefree:RAdamScheduleFree",
-        "prodigyopt:Prodigy",
-        "pytorch_optimizer:Prodigy",
-    ),
-    "D-Adaptation": (
-        "dadaptation:DAdaptSGD",
-        "dadaptation:DAdaptAdaGrad",
-        "dadaptation:DAdaptAdam",
-        "dadaptation:DAdaptAdan",
-        "dadaptation:DAdaptLion",
-    ),
-    "DoG, MoMo, coin betting": (
-        "dog:DoG",
-        "dog:LDoG",
-        "momo:Momo",
-        "momo:MomoAdam",
-        "parameterfree:COCOB",
-        "parameterfree:KT",
-    ),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
