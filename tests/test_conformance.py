@@ -23,6 +23,7 @@ OURS = [
     for target, kwargs in map(parse, EVERYONE["wngrad"])
     for one in light_probes(target, **(kwargs or {}))
 ]
+IN_A_PROCESS = ("wngrad:WNGrad", None)  # The others are judged here: a fork takes its time.
 # b only grows, so a spike ends the learning where momentum has carried the parameters by then.
 KNOWN = {("wngrad:WNGrad", "momentum", "gradient spike")}
 
@@ -39,14 +40,21 @@ def _one_thread():
 @pytest.mark.parametrize("probe", OURS, ids=lambda c: f"{c.target}-{c.kwargs}-{c}")
 def test_our_optimizers_pass_every_probe_that_applies(probe):
     known = (probe.target, *(probe.kwargs or {}), probe.probe) in KNOWN
-    try:
-        probe()
-    except NotApplicable:
-        assert probe.probe in ("sparse", "loss scale")
-    except Failed:
-        assert known
+    if (probe.target, probe.kwargs) != IN_A_PROCESS and probe.probe != "quiet":
+        verdict = judged(probe.target, probe.kwargs, probe.probe)
+        status = verdict["status"]
     else:
-        assert not known
+        status = "pass"
+        try:
+            probe()
+        except NotApplicable:
+            status = "not applicable"
+        except Failed:
+            status = "fail"
+    if status == "not applicable":
+        assert probe.probe in ("sparse", "loss scale")
+    else:
+        assert status == ("fail" if known else "pass")
 
 
 @pytest.mark.parametrize("name", LIGHT)
@@ -122,7 +130,8 @@ def test_state_that_needs_pickle_is_a_failure_to_resume():
 
 @pytest.mark.parametrize("target", MISBEHAVED)
 def test_misbehaviour_is_a_row_that_says_so_and_the_next_row_is_unharmed(target):
-    first, second = run_probes(target, None, ["made", "quiet"], timeout=2)
+    limit = 2 if target == "broken:Hangs" else None
+    first, second = run_probes(target, None, ["made", "quiet"], timeout=limit)
     assert first.status == "fail"
     assert MISBEHAVED[target] in first.detail
     assert second.status == "not run"
