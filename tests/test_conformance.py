@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from broken import BROKEN, MISBEHAVED, Plain
+from wngrad import conformance
 from wngrad.conformance import PROBES, Failed, NotApplicable, check, light_probes
 from wngrad.conformance.__main__ import main
 from wngrad.conformance.peers import EVERYONE, PROFILES, Profile
@@ -77,6 +79,16 @@ def test_every_probe_fails_on_an_optimizer_broken_for_it(name):
         found = judged(target, None, name)
     assert found["status"] == "fail"
     assert reason in found["detail"]
+
+
+def test_the_kit_imports_nothing_of_the_library():
+    """So that a copy of its folder runs alone."""
+    for path in Path(conformance.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                assert not name.startswith("wngrad") or name.startswith("wngrad.conformance"), path
 
 
 def test_there_is_a_broken_optimizer_for_every_probe():

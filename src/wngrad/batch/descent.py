@@ -132,7 +132,7 @@ def _loop(
     oracle, gradient = function.oracle, function.gradient_alone
     if observer is not None and observer.needs_f:
         oracle, gradient = function.both, None
-    step, sq_norm, equal, inf = rule.step, function.kind.sq_norm, function.kind.equal, math.inf
+    step, sq_norm, equal, inf = rule.step, function.kind.sq_norm, arrays.equal, math.inf
     (tol, max_steps, seconds), (x, g, sq, value) = limits, run.point
     deadline = time.monotonic() + seconds if seconds < inf else None
     b, best, nit, tried, shape, check, stalled = run.b, sq, 0, 1, g.shape, _RARELY, False

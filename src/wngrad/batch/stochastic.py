@@ -102,17 +102,13 @@ def minimize_stochastic(
     kind, x = arrays.start(owner, x0)
     rng = np.random.default_rng(seed)
     g = oracle(x, rng)
-    if tuple(g.shape) != tuple(x.shape):
-        raise ValueError(
-            f"{owner}: `oracle` must return an array of the shape of `x0`, {tuple(x.shape)}, "
-            f"got {tuple(g.shape)}."
-        )
+    arrays.check_shape(owner, "oracle", g, x)
     sq = kind.sq_norm(g)
     norm = math.sqrt(sq) if math.isfinite(sq) else math.nan
     b = _first_b(owner, method, schedule, b_init, norm, sq)
     if not b > 0:
         raise ValueError(f"{owner}: `oracle` must give a finite first gradient, not 0, got {g!r}.")
-    run, error, fun, fun_mean = _Run(x, x, g, b, norm, norm), None, None, None
+    run, error = _Run(x, x, g, b, norm, norm), None
 
     def stop(nit: int, x: Any) -> bool:
         checks = f is not None and tol > -math.inf and nit % check_every == 0
@@ -122,26 +118,12 @@ def minimize_stochastic(
         next_b = _next_b(owner, method, schedule)
         _loop(run, lambda x: oracle(x, rng), kind.sq_norm, next_b, steps, stop)
         if f is not None:
-            fun, fun_mean = float(f(run.x)), float(f(run.mean))
-            if run.status is Status.STEP_LIMIT and fun <= tol:
+            run.fun, run.fun_mean = float(f(run.x)), float(f(run.mean))
+            if run.status is Status.STEP_LIMIT and run.fun <= tol:
                 run.status = Status.CONVERGED
     except (Exception, KeyboardInterrupt) as raised:
         run.status, error = Status.RAISED, raised
-    result = StochasticResult(
-        x=run.x,
-        x_mean=run.mean,
-        fun=fun,
-        fun_mean=fun_mean,
-        nit=run.nit,
-        status=run.status,
-        message=_MESSAGES[run.status],
-        b=run.b,
-        b_first=b,
-        grad_first=norm,
-        grad_min=run.low,
-        grad_max=run.high,
-        method=method if schedule is None else "schedule",
-    )
+    result = run.result(b, norm, method if schedule is None else "schedule")
     if error is not None:
         raise_with(error, owner, result)
     return result
@@ -159,6 +141,25 @@ class _Run:
     high: float
     nit: int = 0
     status: Status = Status.STEP_LIMIT
+    fun: float | None = None
+    fun_mean: float | None = None
+
+    def result(self, b_first: float, grad_first: float, method: str) -> StochasticResult:
+        return StochasticResult(
+            x=self.x,
+            x_mean=self.mean,
+            fun=self.fun,
+            fun_mean=self.fun_mean,
+            nit=self.nit,
+            status=self.status,
+            message=_MESSAGES[self.status],
+            b=self.b,
+            b_first=b_first,
+            grad_first=grad_first,
+            grad_min=self.low,
+            grad_max=self.high,
+            method=method,
+        )
 
 
 def _loop(
