@@ -211,9 +211,9 @@ def test_the_probes_are_listed_and_explained(capsys):
     assert main(["--list"]) == 0
     assert capsys.readouterr().out.splitlines() == list(PROBES)
     assert main(["--explain"]) == 0
-    said = capsys.readouterr().out
+    text = capsys.readouterr().out
     for probe in PROBES.values():
-        assert all(line in said for line in (probe.name, probe.does, probe.why, probe.failing))
+        assert all(line in text for line in (probe.name, probe.does, probe.why, probe.failing))
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,8 @@ class Function:
         self.nfev += 1
         return arrays.scalar("minimize", self.f(x, *self.args))
 
-    def both(self, x: Any) -> tuple[Any, Any]:
-        """Value and gradient, also where the gradient comes alone."""
+    def value_and_gradient(self, x: Any) -> tuple[Any, Any]:
+        """f and ∇f, also where the gradient comes alone."""
         value, g = self.oracle(x)
         return (self.value(x) if value is None else value), g
 
@@ -131,7 +131,7 @@ def _loop(
     """Algorithm 1. Names are looked up once, and what nobody asked for costs nothing."""
     oracle, gradient = function.oracle, function.gradient_alone
     if observer is not None and observer.needs_f:
-        oracle, gradient = function.both, None
+        oracle, gradient = function.value_and_gradient, None
     step, sq_norm, equal, inf = rule.step, function.kind.sq_norm, arrays.equal, math.inf
     (tol, max_steps, seconds), (x, g, sq, value) = limits, run.point
     deadline = time.monotonic() + seconds if seconds < inf else None
