@@ -122,7 +122,10 @@ def claims_hold(family, seed, log_b1, log_far, from_gradient):
     res = minimize(problem.f, x0, jac=problem.grad, b_init=b1, tol=1e-6, max_steps=150, trace=True)
     cert = res.certify(lipschitz=problem.lipschitz, f_star=problem.f_star)
     assert cert.claims
-    assert cert.holds, str(cert)
+    assert all(claim.holds for claim in cert.claims), str(cert)
+    # A gradient is rounded by ε‖g‖ and a step is ‖g‖/b long: a slope is known to about ε·b.
+    if 2**-52 * res.b < 1e-3 * problem.lipschitz:
+        assert cert.holds, str(cert)
 
 
 # A family, a seed, the decades of b₁/L and of the distance, and whether b₁ is the gradient's norm.
