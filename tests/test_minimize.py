@@ -225,7 +225,7 @@ def test_callbacks_by_scipys_convention():
 
 def test_progress_is_a_line_now_and_then(capsys, monkeypatch):
     clock = itertools.count(0.0, 0.25)
-    monkeypatch.setattr("wngrad.batch.minimizer.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("wngrad.batch.observer.time.monotonic", lambda: next(clock))
     bowl(progress=True, max_steps=20, tol=0.0)
     lines = capsys.readouterr().err.splitlines()
     assert 3 <= len(lines) <= 6
@@ -295,7 +295,7 @@ def test_scipys_constraints_are_refused():
         )
 
 
-# ---------------------------------------------------------------- the door
+# ---------------------------------------------------------------- checks
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import pytest
 
 from broken import BROKEN
 from wngrad.conformance import PROBES, all_probes
+from wngrad.conformance.peers import EVERYONE
 from wngrad.conformance.runner import run_probes
-from wngrad.conformance.table import EVERYONE, parse
+from wngrad.conformance.table import parse
 
 pytestmark = pytest.mark.integrations
 

@@ -1,12 +1,14 @@
 """Sections 2 and 3 of the paper as a numerical library: minimizers, bounds and certificates."""
 
 from wngrad.batch.certificate import Certificate, Claim
+from wngrad.batch.first_b import BInit
 from wngrad.batch.minimizer import gradient_descent, minimize
 from wngrad.batch.result import EvaluationError, Result, Status, Trace
-from wngrad.batch.scipy_door import scipy_method
+from wngrad.batch.scipy_adapter import scipy_method
 from wngrad.batch.stochastic import StochasticResult, minimize_stochastic
 
 __all__ = [
+    "BInit",
     "Certificate",
     "Claim",
     "EvaluationError",

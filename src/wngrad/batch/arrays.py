@@ -23,9 +23,7 @@ _JAC = (
 class Kind:
     """One kind of array."""
 
-    name: str
     sq_norm: Callable[[Array], float]
-    equal: Callable[[Array, Array], bool]
     copy: Callable[[Array], Array]
     to_numpy: Callable[[Array], np.ndarray]
     from_numpy: Callable[[np.ndarray, Array], Array]  # an array like the second one
@@ -60,6 +58,10 @@ def start(owner: str, x0: Any) -> tuple[Kind, Array]:
     if not np.isfinite(kind.to_numpy(x)).all():
         raise ValueError(f"{owner}: `x0` must be finite, got {x0!r}.")
     return kind, x
+
+
+def equal(x: Array, y: Array) -> bool:
+    return bool((x == y).all())
 
 
 def epsilon(x: Array) -> float:
@@ -98,27 +100,32 @@ def scalar(owner: str, value: Any) -> float:
 
 def first(owner: str, oracle: Oracle, kind: Kind, x: Array) -> tuple[Oracle, Any, Array]:
     """The first evaluation, checked; and an oracle that makes arrays of what was none."""
-    both = oracle(x)
-    if not (isinstance(both, tuple) and len(both) == 2):
-        raise ValueError(f"{owner}: `f` must return (value, gradient) for jac=True, got {both!r}.")
-    made = oracle
-    if not kind.is_array(both[1]):
-        made = lambda x: _arrayed(oracle(x), kind, x)  # noqa: E731
+    pair = oracle(x)
+    if not (isinstance(pair, tuple) and len(pair) == 2):
+        raise ValueError(f"{owner}: `f` must return (value, gradient) for jac=True, got {pair!r}.")
+    value, g = pair
+    arrayed = oracle
+    if not kind.is_array(g):
+        arrayed = lambda x: _arrayed(*oracle(x), kind, x)  # noqa: E731
         try:
-            both = _arrayed(both, kind, x)
+            value, g = _arrayed(value, g, kind, x)
         except (TypeError, ValueError) as error:
-            raise TypeError(f"{owner}: `jac` must return an array, got {both[1]!r}.") from error
-    if tuple(both[1].shape) != tuple(x.shape):
+            raise TypeError(f"{owner}: `jac` must return an array, got {g!r}.") from error
+    check_shape(owner, "jac", g, x)
+    return arrayed, value, g
+
+
+def check_shape(owner: str, name: str, g: Array, x: Array) -> None:
+    if tuple(g.shape) != tuple(x.shape):
         raise ValueError(
-            f"{owner}: `jac` must return an array of the shape of `x0`, {tuple(x.shape)}, "
-            f"got {tuple(both[1].shape)}."
+            f"{owner}: `{name}` must return an array of the shape of `x0`, {tuple(x.shape)}, "
+            f"got {tuple(g.shape)}."
         )
-    return made, both[0], both[1]
 
 
-def _arrayed(both: tuple[Any, Any], kind: Kind, like: Array) -> tuple[Any, Array]:
-    g = np.asarray(both[1], dtype=np.float64)
-    return both[0], kind.from_numpy(g, like) if g.size == np.size(like) else g
+def _arrayed(value: Any, gradient: Any, kind: Kind, like: Array) -> tuple[Any, Array]:
+    g = np.asarray(gradient, dtype=np.float64)
+    return value, kind.from_numpy(g, like) if g.size == np.size(like) else g
 
 
 def _finite_differences(f: Callable[..., Any], central: bool, kind: Kind) -> Oracle:
@@ -140,8 +147,8 @@ def _finite_differences(f: Callable[..., Any], central: bool, kind: Kind) -> Ora
 
 def finite_difference_gradient(f: Callable[..., Any]) -> Callable[[Array], Array]:
     """The central-difference gradient of a function of a NumPy array."""
-    both = _finite_differences(f, central=True, kind=_NUMPY)
-    return lambda x: both(x)[1]
+    oracle = _finite_differences(f, central=True, kind=_NUMPY)
+    return lambda x: oracle(x)[1]
 
 
 def _moved(flat: np.ndarray, i: int, d: float) -> np.ndarray:
@@ -155,9 +162,7 @@ def _numpy_sq_norm(g: np.ndarray, vdot: Callable[..., Any] = np.vdot) -> float:
 
 
 _NUMPY = Kind(
-    name="numpy",
     sq_norm=_numpy_sq_norm,
-    equal=lambda x, y: bool(np.array_equal(x, y)),
     copy=np.array,
     to_numpy=np.asarray,
     from_numpy=lambda a, like: a.reshape(np.shape(like)).astype(np.asarray(like).dtype),
@@ -192,9 +197,7 @@ def _torch() -> Kind:
         return float(torch.dot(flat, flat))
 
     return Kind(
-        name="torch",
         sq_norm=sq_norm,
-        equal=torch.equal,
         copy=lambda x: x.detach().clone(),
         to_numpy=lambda x: x.detach().cpu().numpy(),
         from_numpy=lambda a, like: torch.as_tensor(a).to(like).view_as(like),
@@ -209,9 +212,7 @@ def _jax() -> Kind:
     import jax.numpy as jnp
 
     return Kind(
-        name="jax",
         sq_norm=lambda g: float(jnp.vdot(g, g)),
-        equal=lambda x, y: bool(jnp.array_equal(x, y)),
         copy=lambda x: x,  # they never change
         to_numpy=np.asarray,
         from_numpy=lambda a, like: jnp.asarray(a, like.dtype).reshape(like.shape),

@@ -7,9 +7,10 @@ and what it therefore cannot claim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -64,14 +65,14 @@ class Certificate:
         return not self.refuted and all(claim.holds for claim in self.claims)
 
     def __str__(self) -> str:
-        parts = (
-            ("claims", map(str, self.claims)),
-            ("verified on the run", self.verified),
-            ("taken on trust", self.assumed),
-            ("contradicted by the run", self.refuted),
-            ("not claimed", self.not_claimed),
-        )
-        lines = ["\n  ".join([title, *rows]) for title, rows in _full(parts)]
+        parts = {
+            "claims": map(str, self.claims),
+            "verified on the run": self.verified,
+            "taken on trust": self.assumed,
+            "contradicted by the run": self.refuted,
+            "not claimed": self.not_claimed,
+        }
+        lines = ["\n  ".join([title, *rows]) for title, part in parts.items() if (rows := [*part])]
         if math.isfinite(self.lipschitz_seen):
             lines.append(
                 f"largest slope of ∇f seen: {self.lipschitz_seen:.6g} (L is at least that)"
@@ -79,23 +80,21 @@ class Certificate:
         return "\n".join(lines)
 
 
-def _full(parts: tuple[tuple[str, object], ...]) -> Iterator[tuple[str, list[str]]]:
-    for title, rows in parts:
-        if listed := list(rows):  # type: ignore[call-overload]
-            yield title, listed
-
-
 class Draft:
     """A certificate in the making."""
 
     def __init__(self, rounding: float = 1e-12) -> None:
-        self.rounding = rounding
+        self.rounding, self.lipschitz_seen = rounding, math.nan
         self.claims: list[Claim] = []
         self.verified: list[str] = []
         self.assumed: list[str] = []
         self.refuted: list[str] = []
         self.not_claimed: list[str] = []
-        self.lipschitz_seen = math.nan
+
+    def claim(
+        self, name: str, lhs: float, rhs: float, given: tuple[str, ...] = (), rounding: float = 0.0
+    ) -> None:
+        self.claims.append(Claim(name, lhs, rhs, given, rounding))
 
     def check(self, text: str, true: bool) -> bool:
         (self.verified if true else self.refuted).append(text)
@@ -103,13 +102,27 @@ class Draft:
 
     def finish(self) -> Certificate:
         return Certificate(
-            tuple(self.claims),
-            tuple(self.verified),
-            tuple(self.assumed),
-            tuple(self.refuted),
-            tuple(self.not_claimed),
-            self.lipschitz_seen,
+            claims=tuple(self.claims),
+            verified=tuple(self.verified),
+            assumed=tuple(self.assumed),
+            refuted=tuple(self.refuted),
+            not_claimed=tuple(self.not_claimed),
+            lipschitz_seen=self.lipschitz_seen,
         )
+
+
+class _Known(NamedTuple):
+    """What the caller knows of f."""
+
+    lipschitz: float
+    f_star: float
+
+    @property
+    def given(self) -> tuple[str, str]:
+        return f"lipschitz={self.lipschitz:g}", f"f_star={self.f_star:g}"
+
+    def gap(self, value: float) -> float:
+        return max(0.0, value - self.f_star)
 
 
 def certify(
@@ -152,19 +165,18 @@ def certify(
         draft.not_claimed.append("the paper has no bound for AdaGrad-Norm")
         return draft.finish()
     if lipschitz is None or f_star is None:
-        missing = " and ".join(
-            name for name, v in (("lipschitz", lipschitz), ("f_star", f_star)) if v is None
-        )
+        unknown = {"lipschitz": lipschitz, "f_star": f_star}
+        missing = " and ".join(name for name, value in unknown.items() if value is None)
         draft.not_claimed.append(f"Lemmas 2.1 to 2.6 and Theorem 2.3: {missing} not given")
         return draft.finish()
-    _hypotheses(draft, run, lipschitz, f_star)
-    given = (f"lipschitz={lipschitz:g}", f"f_star={f_star:g}")
+    known = _Known(lipschitz, f_star)
+    _hypotheses(draft, run, known)
     if run.method == "constant":
-        _lemma_2_1(draft, run, lipschitz, f_star, given)
+        _lemma_2_1(draft, run, known)
     else:
-        _theorem_2_3(draft, run, lipschitz, f_star, given)
-        _lemmas(draft, run, lipschitz, f_star, given)
-    _descent_lemma(draft, run, lipschitz)
+        _theorem_2_3(draft, run, known)
+        _lemmas(draft, run, known)
+    _descent_lemma(draft, run, known)
     return draft.finish()
 
 
@@ -187,9 +199,9 @@ def _ends(draft: Draft, run: Result) -> None:
         )
         apart += [_apart(float(x), float(y)) for x, y in pairs]
         apart += [_apart(run.fun, float(t.fun[-1]))] if math.isfinite(run.fun) else []
-    draft.claims.append(Claim("the parts of the result agree", max(apart), 1e-12))
+    draft.claim("the parts of the result agree", max(apart), 1e-12)
     if run.success:
-        draft.claims.append(Claim("‖∇f(x)‖² ≤ ε at the end", run.sq_norm, run.tol))
+        draft.claim("‖∇f(x)‖² ≤ ε at the end", run.sq_norm, run.tol)
 
 
 def _recursion(draft: Draft, run: Result) -> None:
@@ -200,19 +212,18 @@ def _recursion(draft: Draft, run: Result) -> None:
     expected = np.array([UPDATES[run.method](x, s, 1.0) for x, s in zip(b, sq[1:], strict=False)])
     off = float(np.max(np.abs(b[1:] - expected) / np.abs(expected), initial=0.0))
     name = "Algorithm 1: error of b_j = b_{j-1} + ‖∇f(x_j)‖²/b_{j-1}"
-    name = name if run.method == "wngrad" else f"{run.method}: error of b"
-    draft.claims.append(Claim(name, off, 1e-12))
+    draft.claim(name if run.method == "wngrad" else f"{run.method}: error of b", off, 1e-12)
 
 
 def _apart(x: float, y: float) -> float:
     return 0.0 if x == y else abs(x - y) / max(abs(x), abs(y))
 
 
-def _hypotheses(draft: Draft, run: Result, lipschitz: float, f_star: float) -> None:
+def _hypotheses(draft: Draft, run: Result, known: _Known) -> None:
+    lipschitz, f_star = known
     draft.assumed += [f"∇f is Lipschitz with L = {lipschitz:g}", f"f ≥ f* = {f_star:g}"]
     values = [run.start.fun, run.fun] if run.trace is None else run.trace.fun
-    lowest = float(np.nanmin(values))
-    seen = draft.lipschitz_seen
+    lowest, seen = float(np.nanmin(values)), draft.lipschitz_seen
     if run.trace is not None and seen > 0:
         text = f"no slope of ∇f on the run exceeds {_ALLOWANCE}·L ({seen:.6g} seen)"
         draft.check(text, seen <= _ALLOWANCE * lipschitz)
@@ -220,66 +231,52 @@ def _hypotheses(draft: Draft, run: Result, lipschitz: float, f_star: float) -> N
     draft.check(f"no f(x_k) lies below f* (lowest {lowest:.6g})", lowest >= f_star - slack)
 
 
-def _gap(run: Result, f_star: float) -> float:
-    return max(0.0, run.start.fun - f_star)
-
-
-def _lemma_2_1(
-    draft: Draft, run: Result, lipschitz: float, f_star: float, given: tuple[str, ...]
-) -> None:
-    delta = lipschitz / run.start.b
+def _lemma_2_1(draft: Draft, run: Result, known: _Known) -> None:
+    delta = known.lipschitz / run.start.b
     if delta > 1:
         draft.not_claimed.append(f"Lemma 2.1: the step is {delta:.4g}/L, above 1/L")
         return
-    gap = _gap(run, f_star)
-
-    def steps(tol: float) -> float:
-        return bounds.lemma_2_1_steps(lipschitz=lipschitz, gap=gap, delta=delta, tol=tol)
-
-    _rate_claims(
-        draft, run, f"Lemma 2.1, δ = {delta:.4g}", steps, steps(1.0) / (run.nit + 1), given
-    )
+    numbers = {"lipschitz": known.lipschitz, "gap": known.gap(run.start.fun), "delta": delta}
+    steps = partial(bounds.lemma_2_1_steps, **numbers)
+    smallest = steps(tol=1.0) / (run.nit + 1)
+    _rate_claims(draft, run, f"Lemma 2.1, δ = {delta:.4g}", steps, smallest, known.given)
 
 
-def _theorem_2_3(
-    draft: Draft, run: Result, lipschitz: float, f_star: float, given: tuple[str, ...]
-) -> None:
-    b1, norm, gap = run.start.b, math.sqrt(run.start.sq_norm), _gap(run, f_star)
-    case = 1 if b1 >= lipschitz else 2
+def _theorem_2_3(draft: Draft, run: Result, known: _Known) -> None:
+    case = 1 if run.start.b >= known.lipschitz else 2
     if case == 2 and not _started_well(draft, run):
         draft.not_claimed.append("Theorem 2.3, case 2: b₁ < ‖∇f(x₁)‖")
         return
+    numbers = {**_start(run, known), "gap": known.gap(run.start.fun)}
+    steps = partial(bounds.theorem_2_3_steps, **numbers)
+    smallest = bounds.theorem_2_3_sq_norm(**numbers, points=run.nit + 1)
+    _rate_claims(draft, run, f"Theorem 2.3, case {case}", steps, smallest, known.given)
 
-    def steps(tol: float) -> float:
-        return bounds.theorem_2_3_steps(
-            lipschitz=lipschitz, gap=gap, b1=b1, grad_norm=norm, tol=tol
-        )
 
-    smallest = bounds.theorem_2_3_sq_norm(
-        lipschitz=lipschitz, gap=gap, b1=b1, grad_norm=norm, points=run.nit + 1
-    )
-    _rate_claims(draft, run, f"Theorem 2.3, case {case}", steps, smallest, given)
+def _start(run: Result, known: _Known) -> dict[str, float]:
+    """The numbers of the start that the bounds are stated in."""
+    norm = math.sqrt(run.start.sq_norm)
+    return {"lipschitz": known.lipschitz, "b1": run.start.b, "grad_norm": norm}
 
 
 def _rate_claims(
     draft: Draft,
     run: Result,
     name: str,
-    steps: Callable[[float], float],
+    steps: Callable[..., float],
     smallest: float,
     given: tuple[str, ...],
 ) -> None:
     """A rate, read both ways: how many points to ε, and how small by now."""
-    rounding = draft.rounding * max(1.0, run.start.sq_norm)
     if run.success and run.tol > 0:
-        most = max(1.0, bounds.ceil(steps(run.tol)))
-        text = f"{name}: points until ‖∇f‖² ≤ {run.tol:g}"
-        draft.claims.append(Claim(text, run.nit + 1, most, given))
+        most = max(1.0, bounds.ceil(steps(tol=run.tol)))
+        draft.claim(f"{name}: points until ‖∇f‖² ≤ {run.tol:g}", run.nit + 1, most, given)
     elif run.tol > 0:
         draft.not_claimed.append(f"{name}: points until ε, since the run ended before it")
     if math.isfinite(smallest):
         text = f"{name}: smallest ‖∇f‖² of {run.nit + 1} points"
-        draft.claims.append(Claim(text, run.best, smallest, given, rounding))
+        rounding = draft.rounding * max(1.0, run.start.sq_norm)
+        draft.claim(text, run.best, smallest, given, rounding)
 
 
 def _started_well(draft: Draft, run: Result) -> bool:
@@ -291,35 +288,31 @@ def _started_well(draft: Draft, run: Result) -> bool:
     return good
 
 
-def _lemmas(
-    draft: Draft, run: Result, lipschitz: float, f_star: float, given: tuple[str, ...]
-) -> None:
+def _lemmas(draft: Draft, run: Result, known: _Known) -> None:
+    """Lemmas 2.4, 2.5 and 2.6."""
     if run.trace is None:
         draft.not_claimed.append("Lemmas 2.4, 2.5 and 2.6: no trace was kept (trace=True)")
         return
-    trace, b1, norm = run.trace, run.start.b, math.sqrt(run.start.sq_norm)
-    trust = f"lipschitz={lipschitz:g}"
-    _lemma_2_4(draft, run, lipschitz, trust)
-    settled = settling(trace, lipschitz, f_star)
+    trace = run.trace
+    _lemma_2_4(draft, run, trace, known)
+    settled = settling(trace, *known)
     if settled is None:
         draft.not_claimed.append("Lemmas 2.5 and 2.6: b never reached L")
         return
     k0, limit = settled
-    scale = max(abs(float(trace.fun[k0])), abs(f_star), float(trace.b[-1]))
-    rounding = 8 * draft.rounding * scale
-    claim = Claim(f"Lemma 2.5: b after k0 = {k0 + 1}", float(trace.b[-1]), limit, given, rounding)
-    draft.claims.append(claim)
+    b_last, f_k0 = float(trace.b[-1]), float(trace.fun[k0])
+    rounding = 8 * draft.rounding * max(abs(f_k0), abs(known.f_star), b_last)
+    draft.claim(f"Lemma 2.5: b after k0 = {k0 + 1}", b_last, limit, known.given, rounding)
     if k0 == 0:
         return
     if not _started_well(draft, run):
         draft.not_claimed.append("Lemma 2.6, and f in Lemma 2.5: b₁ < ‖∇f(x₁)‖")
         return
-    f_limit = bounds.lemma_2_5_f(f1=run.start.fun, lipschitz=lipschitz, b1=b1, grad_norm=norm)
-    b_limit = bounds.lemma_2_6_b(lipschitz=lipschitz, b1=b1, grad_norm=norm)
-    draft.claims += [
-        Claim("Lemma 2.5: f(x_{k0})", float(trace.fun[k0]), f_limit, (trust,), rounding),
-        Claim("Lemma 2.6: b_{k0}", float(trace.b[k0]), b_limit, (trust,), rounding),
-    ]
+    start, trust = _start(run, known), known.given[:1]
+    f_limit = bounds.lemma_2_5_f(f1=run.start.fun, **start)
+    draft.claim("Lemma 2.5: f(x_{k0})", f_k0, f_limit, trust, rounding)
+    b_limit = bounds.lemma_2_6_b(**start)
+    draft.claim("Lemma 2.6: b_{k0}", float(trace.b[k0]), b_limit, trust, rounding)
 
 
 def settling(trace: Trace, lipschitz: float, f_star: float) -> tuple[int, float] | None:
@@ -332,31 +325,28 @@ def settling(trace: Trace, lipschitz: float, f_star: float) -> tuple[int, float]
     return k0, bounds.lemma_2_5_b(b_k0=float(trace.b[k0]), gap_k0=gap)
 
 
-def _descent_lemma(draft: Draft, run: Result, lipschitz: float) -> None:
+def _descent_lemma(draft: Draft, run: Result, known: _Known) -> None:
     """f(x_{j+1}) ≤ f(x_j) − (1/b_j)(1 − L/(2b_j))‖∇f(x_j)‖², whatever b_j (Lemma A.1)."""
     if run.trace is None or len(run.trace) < 2:
         return
     b, sq, f = run.trace.b[:-1], run.trace.sq_norm[:-1], run.trace.fun
-    bound = f[:-1] - sq / b * (1 - lipschitz / (2 * b))
+    bound = f[:-1] - sq / b * (1 - known.lipschitz / (2 * b))
     over = f[1:] - bound
     worst = int(over.argmax())
     scale = max(1.0, float(np.abs(f[worst : worst + 2]).max()), abs(float(bound[worst])))
     text = f"Lemma A.1: f(x_j) above the descent it must make, at worst (j = {worst + 2})"
-    given = (f"lipschitz={lipschitz:g}",)
-    draft.claims.append(Claim(text, float(over[worst]), 0.0, given, draft.rounding * scale))
+    draft.claim(text, float(over[worst]), 0.0, known.given[:1], draft.rounding * scale)
 
 
-def _lemma_2_4(draft: Draft, run: Result, lipschitz: float, given: str) -> None:
+def _lemma_2_4(draft: Draft, run: Result, trace: Trace, known: _Known) -> None:
     """By point N, b has reached L or some ‖∇f‖² is ≤ ε; ε is the run's smallest ‖∇f‖² but one."""
-    assert run.trace is not None
-    low = float(run.trace.sq_norm[: max(1, len(run.trace) - 1)].min())
+    low = float(trace.sq_norm[: max(1, len(trace) - 1)].min())
     if low <= 0:
         return
     # With ε just under everything seen before the end, b must reach L within N points.
-    tol = low * (1 - 1e-9)
-    n = bounds.lemma_2_4_points(lipschitz=lipschitz, b1=run.start.b, tol=tol)
-    if n <= len(run.trace) - 1:
-        n = int(n)
-        short = lipschitz - float(run.trace.b[n - 1])
-        rounding = draft.rounding * lipschitz
-        draft.claims.append(Claim(f"Lemma 2.4: L − b_N at N = {n}", short, 0.0, (given,), rounding))
+    numbers = {"lipschitz": known.lipschitz, "b1": run.start.b, "tol": low * (1 - 1e-9)}
+    n = bounds.lemma_2_4_points(**numbers)
+    if n <= len(trace) - 1:
+        short = known.lipschitz - float(trace.b[int(n) - 1])
+        rounding = draft.rounding * known.lipschitz
+        draft.claim(f"Lemma 2.4: L − b_N at N = {int(n)}", short, 0.0, known.given[:1], rounding)

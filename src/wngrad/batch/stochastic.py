@@ -10,9 +10,11 @@ from typing import Any, cast
 import numpy as np
 
 from wngrad import rule
-from wngrad.batch import arrays, bounds, starts
-from wngrad.batch.certificate import Certificate, Claim, Draft
-from wngrad.batch.minimizer import check_count, raise_with
+from wngrad.batch import arrays, bounds
+from wngrad.batch.certificate import Certificate, Draft
+from wngrad.batch.descent import raise_with
+from wngrad.batch.first_b import BInit, parse_b_init
+from wngrad.batch.minimizer import check_count
 from wngrad.batch.result import Status
 from wngrad.batch.updates import UPDATES
 
@@ -62,7 +64,7 @@ def minimize_stochastic(
     *,
     steps: int,
     seed: int = 0,
-    b_init: starts.BInit = "gradient",
+    b_init: BInit = "gradient",
     schedule: Schedule | None = None,
     method: str = "wngrad",
     f: Callable[[Any], Any] | None = None,
@@ -99,69 +101,114 @@ def minimize_stochastic(
     _check(owner, steps, schedule, method, b_init, f, tol, check_every)
     kind, x = arrays.start(owner, x0)
     rng = np.random.default_rng(seed)
-    update = UPDATES[method]
     g = oracle(x, rng)
-    if tuple(g.shape) != tuple(x.shape):
-        raise ValueError(
-            f"{owner}: `oracle` must return an array of the shape of `x0`, {tuple(x.shape)}, "
-            f"got {tuple(g.shape)}."
-        )
+    arrays.check_shape(owner, "oracle", g, x)
     sq = kind.sq_norm(g)
-    first = math.sqrt(sq) if math.isfinite(sq) else math.nan
-    name, number = starts.parse(owner, b_init)
-    b = number if name == "number" else rule.first_b(first, 1.0, number)
-    if schedule is not None:
-        b = 1 / _rate(owner, schedule, 1)
-    elif method == "adagrad-norm":
-        b = rule.adagrad_norm(b, sq, 1.0)  # as its authors do: b first
+    norm = math.sqrt(sq) if math.isfinite(sq) else math.nan
+    b = _first_b(owner, method, schedule, b_init, norm, sq)
     if not b > 0:
         raise ValueError(f"{owner}: `oracle` must give a finite first gradient, not 0, got {g!r}.")
-    begin, low, high, mean, nit = b, first, first, x, 0
-    status, error, fun, fun_mean = Status.STEP_LIMIT, None, None, None
-    watching = f is not None and tol > -math.inf
+    run, error = _Run(x, x, g, b, norm, norm), None
+
+    def stop(nit: int, x: Any) -> bool:
+        checks = f is not None and tol > -math.inf and nit % check_every == 0
+        return checks and float(cast(Any, f)(x)) <= tol
+
     try:
-        while nit < steps:
-            if watching and nit % check_every == 0 and float(cast(Any, f)(x)) <= tol:
-                status = Status.CONVERGED
-                break
-            new = rule.step(x, g, b)  # x_j ← x_{j-1} − g_{j-1}/b_{j-1}
-            new_g = oracle(new, rng)
-            if new_g.shape != g.shape:
-                raise ValueError(f"`oracle` returned the shape {tuple(new_g.shape)}")
-            new_sq = kind.sq_norm(new_g)
-            if not math.isfinite(new_sq):
-                status = Status.NOT_FINITE
-                break
-            # b_j ← b_{j-1} + ‖g_j‖²/b_{j-1}, or the schedule's 1/η_j
-            rate = None if schedule is None else _rate(owner, schedule, nit + 2)
-            b = update(b, new_sq, 1.0) if rate is None else 1 / rate
-            x, g, nit = new, new_g, nit + 1
-            mean = mean + (x - mean) / (nit + 1)  # x̄_k
-            low, high = min(low, math.sqrt(new_sq)), max(high, math.sqrt(new_sq))
+        next_b = _next_b(owner, method, schedule)
+        _loop(run, lambda x: oracle(x, rng), kind.sq_norm, next_b, steps, stop)
         if f is not None:
-            fun, fun_mean = float(f(x)), float(f(mean))
-            if status is Status.STEP_LIMIT and fun <= tol:
-                status = Status.CONVERGED
+            run.fun, run.fun_mean = float(f(run.x)), float(f(run.mean))
+            if run.status is Status.STEP_LIMIT and run.fun <= tol:
+                run.status = Status.CONVERGED
     except (Exception, KeyboardInterrupt) as raised:
-        status, error = Status.RAISED, raised
-    result = StochasticResult(
-        x=x,
-        x_mean=mean,
-        fun=fun,
-        fun_mean=fun_mean,
-        nit=nit,
-        status=status,
-        message=_MESSAGES[status],
-        b=b,
-        b_first=begin,
-        grad_first=first,
-        grad_min=low,
-        grad_max=high,
-        method=method if schedule is None else "schedule",
-    )
+        run.status, error = Status.RAISED, raised
+    result = run.result(b, norm, method if schedule is None else "schedule")
     if error is not None:
         raise_with(error, owner, result)
     return result
+
+
+@dataclass(slots=True)
+class _Run:
+    """The last good point of a run, and what it has seen."""
+
+    x: Any
+    mean: Any  # x̄_k
+    g: Any
+    b: float
+    low: float  # the smallest ‖g‖
+    high: float
+    nit: int = 0
+    status: Status = Status.STEP_LIMIT
+    fun: float | None = None
+    fun_mean: float | None = None
+
+    def result(self, b_first: float, grad_first: float, method: str) -> StochasticResult:
+        return StochasticResult(
+            x=self.x,
+            x_mean=self.mean,
+            fun=self.fun,
+            fun_mean=self.fun_mean,
+            nit=self.nit,
+            status=self.status,
+            message=_MESSAGES[self.status],
+            b=self.b,
+            b_first=b_first,
+            grad_first=grad_first,
+            grad_min=self.low,
+            grad_max=self.high,
+            method=method,
+        )
+
+
+def _loop(
+    run: _Run,
+    gradient: Callable[[Any], Any],
+    sq_norm: Callable[[Any], float],
+    next_b: Callable[[float, float, int], float],
+    steps: int,
+    stop: Callable[[int, Any], bool],
+) -> None:
+    """Algorithm 2."""
+    while run.nit < steps:
+        if stop(run.nit, run.x):
+            run.status = Status.CONVERGED
+            return
+        x = rule.step(run.x, run.g, run.b)  # x_j ← x_{j-1} − g_{j-1}/b_{j-1}
+        g = gradient(x)
+        if g.shape != run.g.shape:
+            raise ValueError(f"`oracle` returned the shape {tuple(g.shape)}")
+        sq = sq_norm(g)
+        if not math.isfinite(sq):
+            run.status = Status.NOT_FINITE
+            return
+        run.b = next_b(run.b, sq, run.nit + 2)  # b_j ← b_{j-1} + ‖g_j‖²/b_{j-1}
+        run.x, run.g, run.nit = x, g, run.nit + 1
+        run.mean = run.mean + (x - run.mean) / (run.nit + 1)
+        run.low, run.high = min(run.low, math.sqrt(sq)), max(run.high, math.sqrt(sq))
+
+
+def _first_b(
+    owner: str, method: str, schedule: Schedule | None, b_init: Any, norm: float, sq: float
+) -> float:
+    if schedule is not None:
+        return 1 / _rate(owner, schedule, 1)
+    name, number = parse_b_init(owner, b_init)
+    b: float = number if name == "number" else rule.first_b(norm, 1.0, number)
+    if method == "adagrad-norm":
+        return cast(float, rule.adagrad_norm(b, sq, 1.0))  # as its authors do: b first
+    return b
+
+
+def _next_b(
+    owner: str, method: str, schedule: Schedule | None
+) -> Callable[[float, float, int], float]:
+    """(b, ‖g_k‖², k) -> b_k: the method's, or the schedule's 1/η_k."""
+    if schedule is not None:
+        return lambda b, sq, k: 1 / _rate(owner, schedule, k)
+    update = UPDATES[method]
+    return lambda b, sq, k: update(b, sq, 1.0)
 
 
 def _rate(owner: str, schedule: Schedule, k: int) -> float:
@@ -184,7 +231,7 @@ def _check(
         raise TypeError(f"{owner}: `schedule` must be a function of k, got {schedule!r}.")
     if method not in ("wngrad", "adagrad-norm"):
         raise ValueError(f"{owner}: `method` must be 'wngrad' or 'adagrad-norm', got {method!r}.")
-    if starts.parse(owner, b_init)[0] == "lipschitz":
+    if parse_b_init(owner, b_init)[0] == "lipschitz":
         raise ValueError(f"{owner}: `b_init` must be a number or 'gradient', got {b_init!r}.")
 
 
@@ -220,26 +267,20 @@ def certify_stochastic(
         draft.check(f"every ‖g_k‖ ≤ G = {bound:.6g}, the largest seen", run.grad_max <= bound)
     else:
         draft.assumed.append(f"E‖g_k‖² ≤ G² with G = {bound:g} (largest ‖g_k‖ {run.grad_max:.6g})")
-    started = bounds.well_started(run.b_first, run.grad_first)
     text = f"b₁ = {run.b_first:.6g} ≥ ‖g₁‖ = {run.grad_first:.6g}"
-    if not (started and floored):
+    if not (bounds.well_started(run.b_first, run.grad_first) and floored):
         draft.not_claimed.append(f"b_k ≥ γ√k and Theorem 3.1: need {text} and ‖g_k‖ ≥ γ")
         return draft.finish()
     draft.verified.append(text)
     k = run.nit + 1
     least = bounds.lemma_3_3_b(grad_floor=floor, k=k)
-    draft.claims.append(Claim(f"γ√k ≤ b_k at k = {k}", least, run.b, (), draft.rounding * run.b))
+    draft.claim(f"γ√k ≤ b_k at k = {k}", least, run.b, rounding=draft.rounding * run.b)
     if run.fun_mean is None or f_star is None or diameter is None or floor <= 0:
         draft.not_claimed.append("Theorem 3.1: needs f, f_star, diameter and γ > 0")
         return draft.finish()
-    limit = bounds.theorem_3_1_gap(
-        grad_bound=bound,
-        grad_floor=floor,
-        diameter=diameter,
-        b1=run.b_first,
-        distance=diameter if distance is None else distance,
-        k=k,
-    )
+    numbers = {"grad_bound": bound, "grad_floor": floor, "diameter": diameter, "b1": run.b_first}
+    far = diameter if distance is None else distance
+    limit = bounds.theorem_3_1_gap(**numbers, distance=far, k=k)
     draft.assumed += [
         "f is convex",
         f"f* = {f_star:g}",
@@ -247,7 +288,5 @@ def certify_stochastic(
         "the theorem bounds the mean over runs; this is one of them",
     ]
     given = (f"f_star={f_star:g}", f"diameter={diameter:g}", f"grad_bound={bound:g}")
-    draft.claims.append(
-        Claim(f"Theorem 3.1: f(x̄_k) − f* at k = {k}", run.fun_mean - f_star, limit, given)
-    )
+    draft.claim(f"Theorem 3.1: f(x̄_k) − f* at k = {k}", run.fun_mean - f_star, limit, given)
     return draft.finish()

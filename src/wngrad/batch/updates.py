@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 from wngrad import rule
 
-UPDATES: dict[str, Callable[[float, float, float], float]] = {
+Update = Callable[[float, float, float], float]  # (b, ‖∇f‖², λ) -> the next b
+
+UPDATES: dict[str, Update] = {
     "wngrad": rule.next_b,
     "adagrad-norm": rule.adagrad_norm,
     "constant": lambda b, sq, lam: b,  # gradient descent at the rate 1/b

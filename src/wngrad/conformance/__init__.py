@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from wngrad.conformance.registry import Probe
 from wngrad.conformance.runner import PROBES, WARM, Outcome, run_probes
-from wngrad.conformance.subject import Failed, NotApplicable, Probe
+from wngrad.conformance.verdicts import Failed, NotApplicable
 
 __all__ = ["PROBES", "Check", "Failed", "NotApplicable", "Outcome", "Probe", "all_probes", "check"]
 __all__ += ["light_probes"]

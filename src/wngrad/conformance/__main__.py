@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from wngrad.conformance.peers import EVERYONE
 from wngrad.conformance.runner import PROBES, Outcome, run_probes
-from wngrad.conformance.table import EVERYONE, Row, explained, halves, parse, publish, record, show
+from wngrad.conformance.table import Row, explained, halves, parse, publish, record, show
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,12 +32,12 @@ def main(arguments: list[str] | None = None) -> int:
     for text, part, target, kwargs in jobs:
         rows.append(Row(text, _watched(text, target, kwargs, names, options.timeout), part))
         show(rows[-1])
-    found = record(rows, f"python -m wngrad.conformance {shlex.join(arguments)}")
+    report = record(rows, f"python -m wngrad.conformance {shlex.join(arguments)}")
     if options.json is not None:
-        text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+        text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
         print(text) if options.json == "-" else Path(options.json).write_text(text)
     if options.markdown is not None:
-        publish(Path(options.markdown), found)
+        publish(Path(options.markdown), report)
     return int(any(row.count("fail") for row in rows))
 
 
@@ -74,11 +75,11 @@ def _chosen(only: list[str], skip: list[str]) -> list[str]:
     }
 
     def names(asked: list[str]) -> set[str]:
-        found = {name for text in asked for name in text.split(",") if name}
-        unknown = found - PROBES.keys() - kinds.keys()
+        chosen = {name for text in asked for name in text.split(",") if name}
+        unknown = chosen - PROBES.keys() - kinds.keys()
         if unknown:
             raise ValueError(f"no probe is called {', '.join(sorted(unknown))}; see --list.")
-        return {one for name in found for one in kinds.get(name, [name])}
+        return {one for name in chosen for one in kinds.get(name, [name])}
 
     wanted = names(only) or set(PROBES)
     unwanted = names(skip)

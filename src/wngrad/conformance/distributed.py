@@ -25,20 +25,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from wngrad.conformance.subject import (
-    STEPS,
-    Closure,
-    Failed,
-    NotApplicable,
-    Subject,
-    described,
-    differentiated,
-    held,
-    network,
-    probe,
-    same,
-    train,
-)
+from wngrad.conformance.compare import held, same
+from wngrad.conformance.registry import probe
+from wngrad.conformance.subject import Closure, Subject
+from wngrad.conformance.training import STEPS, differentiated, fresh, train
+from wngrad.conformance.verdicts import Failed, NotApplicable, described
 
 EVEN, UNEVEN = (6, 8, 4), (5, 3, 1)  # widths of a network; the first one also for four ranks
 
@@ -67,20 +58,20 @@ def on_ranks(world: int, work: Callable[[], Any]) -> Any:
 
 
 def _first_result(ranks: list[Any], readers: list[Any]) -> Any:
-    found: dict[Any, Any] = {}
-    while len(found) < len(readers):
-        for reader in wait([r for r in readers if r not in found]):
+    results: dict[int, Any] = {}
+    while len(results) < len(readers):
+        for reader in wait([r for k, r in enumerate(readers) if k not in results]):
             k = readers.index(reader)
             try:
-                ok, found[reader] = pickle.loads(readers[k].recv_bytes())
+                ok, results[k] = pickle.loads(readers[k].recv_bytes())
             except EOFError:
                 ranks[k].join()
                 raise Failed(f"rank {k} ended with exit code {ranks[k].exitcode}") from None
-            if not ok and "CUDA" in found[reader] and not torch.cuda.is_available():
-                raise NotApplicable(f"for sharded parameters it needs CUDA ({found[reader]})")
+            if not ok and "CUDA" in results[k] and not torch.cuda.is_available():
+                raise NotApplicable(f"for sharded parameters it needs CUDA ({results[k]})")
             if not ok:
-                raise Failed(f"on rank {k}: {found[reader]}")
-    return found[readers[0]]
+                raise Failed(f"on rank {k}: {results[k]}")
+    return results[0]
 
 
 def _rank(rank: int, world: int, store: str, work: Callable[[], Any], pipe: Any) -> None:
@@ -115,10 +106,10 @@ def whole(t: Tensor) -> Tensor:
     return (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
 
 
-def compare(found: list[Tensor], expected: list[Tensor], start: list[Tensor]) -> None:
+def compare(params: list[Tensor], expected: list[Tensor], start: list[Tensor]) -> None:
     """Relative to how far the parameters have moved: some methods start with tiny steps."""
     moved = max(float((b - a).abs().max()) for a, b in zip(start, expected, strict=True))
-    far = max(float((b - a).abs().max()) for a, b in zip(found, expected, strict=True))
+    far = max(float((b - a).abs().max()) for a, b in zip(params, expected, strict=True))
     if not moved > 0:
         raise Failed("no parameter moves")
     if not far <= 1e-6 * moved:
@@ -138,8 +129,8 @@ def _steps_on_shards(make: Subject, widths: tuple[int, ...]) -> None:
             opt = make(m.parameters(), **(make.sharded if m is model else {}))
             for seed in range(STEPS):
                 make.step(opt, _batch(m, widths[0], seed))
-        found, expected = ([whole(p) for p in m.parameters()] for m in (model, plain))
-        compare(found, expected, start)
+        moved, expected = ([whole(p) for p in m.parameters()] for m in (model, plain))
+        compare(moved, expected, start)
 
     on_ranks(2, work)
 
@@ -153,24 +144,12 @@ def _batch(model: nn.Module, width: int, seed: int) -> Closure:
     return closure
 
 
-@probe(
-    "FSDP2 even",
-    does="Steps on parameters sharded evenly over two ranks, and on the whole ones.",
-    why="Models that do not fit on one device.",
-    failing="An error from DTensor, or every rank with its own idea of a norm.",
-    distributed=True,
-)
+@probe("FSDP2 even", distributed=True)
 def fsdp_even(make: Subject) -> None:
     _steps_on_shards(make, EVEN)
 
 
-@probe(
-    "FSDP2 uneven",
-    does="The same with sizes that do not divide: one rank has less, or nothing.",
-    why="Odd vocabularies, small layers, biases of one element.",
-    failing="An error on one rank and a hang on the others.",
-    distributed=True,
-)
+@probe("FSDP2 uneven", distributed=True)
 def fsdp_uneven(make: Subject) -> None:
     _steps_on_shards(make, UNEVEN)
 
@@ -187,22 +166,15 @@ def _save(make: Subject, model: nn.Module, opt: Any, folder: str) -> None:
 
 def _load(make: Subject, model: nn.Module, opt: Any, folder: str) -> None:
     weights, state = get_state_dict(model, opt)
-    both: dict[str, Any] = {"model": weights, "opt": state}
-    load(both, checkpoint_id=folder)
-    set_state_dict(model, opt, model_state_dict=both["model"], optim_state_dict=both["opt"])
+    saved: dict[str, Any] = {"model": weights, "opt": state}
+    load(saved, checkpoint_id=folder)
+    set_state_dict(model, opt, model_state_dict=saved["model"], optim_state_dict=saved["opt"])
     make.train(opt)
 
 
-@probe(
-    "DCP",
-    does="Saves and loads with torch.distributed.checkpoint in one process, compares bit for bit.",
-    why="The checkpoint format of large runs and of most trainers.",
-    failing="State it cannot flatten, or that comes back as it was before the first step.",
-    distributed=True,
-)
+@probe("DCP", distributed=True)
 def distributed_checkpoint(make: Subject) -> None:
-    model, other = network(0, torch.float32), network(7, torch.float32)
-    opt, again = make(model.parameters()), make(other.parameters())
+    (model, opt), (other, again) = (fresh(make, seed, torch.float32) for seed in (0, 7))
     with tempfile.TemporaryDirectory() as folder:
         train(make, model, opt, 8)
         _save(make, model, opt, folder)
@@ -235,13 +207,7 @@ def _dealt_steps(make: Subject, model: nn.Module, opt: Any, seeds: range) -> lis
     return [whole(p) for p in params]
 
 
-@probe(
-    "2 → 4 resharding",
-    does="Saves on two ranks, loads on four, and goes on as on two.",
-    why="A run that is continued on another number of devices.",
-    failing="State whose shape depends on the number of ranks, or that is lost.",
-    distributed=True,
-)
+@probe("2 → 4 resharding", distributed=True)
 def resharding(make: Subject) -> None:
     with tempfile.TemporaryDirectory() as folder:
 

@@ -22,13 +22,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from wngrad.conformance import distributed, probes
-from wngrad.conformance.subject import (
-    REGISTERED,
-    Failed,
-    NotApplicable,
-    described,
-    load_subject,
-)
+from wngrad.conformance.registry import REGISTERED
+from wngrad.conformance.subject import load_subject
+from wngrad.conformance.verdicts import Failed, NotApplicable, described
 
 assert probes is not distributed  # Importing both has registered all probes.
 PROBES = {p.name: p for p in sorted(REGISTERED, key=lambda p: p.distributed)}
@@ -136,21 +132,19 @@ def serve() -> None:  # pragma: no cover
 def _forked(job: dict[str, Any]) -> dict[str, Any]:  # pragma: no cover
     start = time.monotonic()
     reader, writer = os.pipe()
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         pid = os.fork()
         if pid == 0:
-            _child(job, writer, said.fileno())
+            _child(job, writer, output.fileno())
         print(pid, flush=True)
         os.close(writer)
         reply, code = _awaited(pid, reader, start + job["seconds"])
         os.close(reader)
-        said.seek(0)
-        printed = said.read(500).decode(errors="replace")
-    if reply:
-        found = json.loads(reply)
-    else:
-        found = {"status": "fail", "detail": _ended(code, job["seconds"])}
-    return {**found, "printed": printed, "seconds": round(time.monotonic() - start, 2)}
+        output.seek(0)
+        printed = output.read(500).decode(errors="replace")
+    failure = {"status": "fail", "detail": _ended(code, job["seconds"])}
+    verdict = json.loads(reply) if reply else failure
+    return {**verdict, "printed": printed, "seconds": round(time.monotonic() - start, 2)}
 
 
 def _awaited(pid: int, reader: int, deadline: float) -> tuple[str, int | None]:  # pragma: no cover
@@ -185,13 +179,13 @@ def _ended(code: int | None, seconds: float) -> str:
     return f"its process ended by itself, with exit code {code}"
 
 
-def _child(job: dict[str, Any], writer: int, said: int) -> NoReturn:  # pragma: no cover
+def _child(job: dict[str, Any], writer: int, output: int) -> NoReturn:  # pragma: no cover
     code = 1
     try:
         os.setpgid(0, 0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(said, 1)
-        os.dup2(said, 2)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST, LARGEST))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         sys.path[:] = job["path"]

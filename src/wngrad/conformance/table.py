@@ -16,52 +16,6 @@ from wngrad.conformance.runner import PROBES, Outcome
 
 MARKS = {"pass": "✓", "fail": "✗", "not applicable": "–", "not run": "·"}
 
-# Whom the published table is about. Left out of torch.optim: Muon (takes matrices only) and
-# SparseAdam (takes sparse gradients only).
-EVERYONE = {
-    "wngrad": ("wngrad:WNGrad", "wngrad:WNGrad(momentum=0.9)", "wngrad:WNAdam"),
-    "torch.optim": (
-        "torch.optim:SGD",
-        "torch.optim:SGD(lr=0.1, momentum=0.9)",
-        "torch.optim:Adam",
-        "torch.optim:AdamW",
-        "torch.optim:Adagrad",
-        "torch.optim:RMSprop",
-        "torch.optim:NAdam",
-        "torch.optim:RAdam",
-    ),
-    "torch.optim, less common": (
-        "torch.optim:Adadelta",
-        "torch.optim:Adafactor",
-        "torch.optim:Adamax",
-        "torch.optim:ASGD",
-        "torch.optim:LBFGS",
-        "torch.optim:Rprop",
-    ),
-    "schedule-free, Prodigy": (
-        "schedulefree:SGDScheduleFree",
-        "schedulefree:AdamWScheduleFree",
-        "schedulefree:RAdamScheduleFree",
-        "prodigyopt:Prodigy",
-        "pytorch_optimizer:Prodigy",
-    ),
-    "D-Adaptation": (
-        "dadaptation:DAdaptSGD",
-        "dadaptation:DAdaptAdaGrad",
-        "dadaptation:DAdaptAdam",
-        "dadaptation:DAdaptAdan",
-        "dadaptation:DAdaptLion",
-    ),
-    "DoG, MoMo, coin betting": (
-        "dog:DoG",
-        "dog:LDoG",
-        "momo:Momo",
-        "momo:MomoAdam",
-        "parameterfree:COCOB",
-        "parameterfree:KT",
-    ),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -80,11 +34,11 @@ class Row:
 
 def parse(text: str) -> tuple[str, dict[str, Any] | None]:
     """ "module:Class" or "module:Class(key=value)": the target and its keyword arguments."""
-    found = re.fullmatch(r"([\w.]+:[\w.]+)(?:\((.*)\))?", text.strip(), re.S)
+    match = re.fullmatch(r"([\w.]+:[\w.]+)(?:\((.*)\))?", text.strip(), re.S)
     try:
-        if found is None:
+        if match is None:
             raise ValueError
-        target, inside = found.groups()
+        target, inside = match.groups()
         call = ast.parse(f"f({inside or ''})", mode="eval").body
         assert isinstance(call, ast.Call)
         if call.args or any(k.arg is None for k in call.keywords):
@@ -166,8 +120,8 @@ def _processor() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
-    found = re.search(r"model name\s*: (.*)", text)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    match = re.search(r"model name\s*: (.*)", text)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 # --------------------------------------------------------------------------- Markdown
@@ -175,34 +129,30 @@ def _processor() -> str:
 BEGIN, END = "<!-- made by `make conformance` -->\n", "<!-- until here -->\n"
 
 
-def markdown(found: dict[str, Any]) -> str:
+def markdown(report: dict[str, Any]) -> str:
     """The published tables, the measurements and the reasons, from a record."""
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     parts: dict[str, list[Any]] = {}
-    for optimizer in found["optimizers"]:
+    for optimizer in report["optimizers"]:
         parts.setdefault(optimizer["part"], []).append(optimizer)
-    where = f"on {found['machine']}, with {versions}"
-    text = [f"Made on {found['date']} by `{found['command']}`, {where}.\n"]
+    where = f"on {report['machine']}, with {versions}"
+    text = [f"Made on {report['date']} by `{report['command']}`, {where}.\n"]
     for part, optimizers in parts.items():
         text += [f"### {part}\n", *_grid(optimizers), ""]
-    text += ["### Measured\n", *_measured(found["optimizers"]), ""]
-    text += ["### Every ✗\n", *_reasons(found["optimizers"], "fail"), ""]
-    text += ["### Every –\n", *_reasons(found["optimizers"], "not applicable"), ""]
+    text += ["### Measured\n", *_measured(report["optimizers"]), ""]
+    text += ["### Every ✗\n", *_reasons(report["optimizers"], "fail"), ""]
+    text += ["### Every –\n", *_reasons(report["optimizers"], "not applicable"), ""]
     text += ["### How each was made and called\n"]
-    text += [f"- `{o['name']}`: `{o['usage']}`" for o in found["optimizers"]]
+    text += [f"- `{o['name']}`: `{o['usage']}`" for o in report["optimizers"]]
     text += ["", "### The probes\n", *_probes()]
     return "\n".join(text) + "\n"
-
-
-def _short(optimizer: dict[str, Any]) -> str:
-    return str(optimizer["name"]).partition(":")[2]
 
 
 def _grid(optimizers: list[dict[str, Any]]) -> Iterator[str]:
     yield f"| | {' | '.join(_heading(o) for o in optimizers)} |"
     yield f"|---|{':-:|' * len(optimizers)}"
-    columns = [[MARKS[found["status"]] for found in o["outcomes"]] for o in optimizers]
-    names = [found["probe"] for found in optimizers[0]["outcomes"]]
+    columns = [[MARKS[outcome["status"]] for outcome in o["outcomes"]] for o in optimizers]
+    names = [outcome["probe"] for outcome in optimizers[0]["outcomes"]]
     for name, *marks in zip(names, *columns, strict=True):
         yield f"| {name} | {' | '.join(marks)} |"
     totals = [f"**{column.count('✓')} of {len(column) - column.count('–')}**" for column in columns]
@@ -221,8 +171,8 @@ def _measured(optimizers: list[dict[str, Any]]) -> Iterator[str]:
     yield f"| | {' | '.join(MEASURED)} |"
     yield f"|---|{'---|' * len(MEASURED)}"
     for optimizer in optimizers:
-        found = {o["probe"]: o for o in optimizer["outcomes"]}
-        cells = [_measurement(found.get(name)) for name in MEASURED]
+        outcomes = {o["probe"]: o for o in optimizer["outcomes"]}
+        cells = [_measurement(outcomes.get(name)) for name in MEASURED]
         yield f"| {_heading(optimizer)} | {' | '.join(cells)} |"
 
 
@@ -238,10 +188,10 @@ def _cell(text: str) -> str:
 
 def _reasons(optimizers: list[dict[str, Any]], status: str) -> Iterator[str]:
     for optimizer in optimizers:
-        found = [o for o in optimizer["outcomes"] if o["status"] == status]
-        if found:
+        outcomes = [o for o in optimizer["outcomes"] if o["status"] == status]
+        if outcomes:
             yield f"- `{optimizer['name']}`"
-            yield from (f"  - {o['probe']}: {_cell(o['detail'])}" for o in found)
+            yield from (f"  - {o['probe']}: {_cell(o['detail'])}" for o in outcomes)
 
 
 def _probes() -> Iterator[str]:
@@ -251,10 +201,10 @@ def _probes() -> Iterator[str]:
         yield f"| {probe.name} | {_cell(probe.does)} | {probe.why} | {probe.failing} |"
 
 
-def publish(page: Path, found: dict[str, Any]) -> None:
+def publish(page: Path, report: dict[str, Any]) -> None:
     """Replaces what lies between the page's two marks."""
     head, tail = halves(page)
-    page.write_text(f"{head}{BEGIN}\n{markdown(found)}\n{END}{tail}")
+    page.write_text(f"{head}{BEGIN}\n{markdown(report)}\n{END}{tail}")
 
 
 def halves(page: Path) -> tuple[str, str]:

@@ -9,35 +9,17 @@ import warnings
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wngrad.conformance.subject import (
-    STEPS,
-    Failed,
-    Subject,
-    apart,
-    batch,
-    copies,
-    described,
-    finite,
-    network,
-    ones,
-    probe,
-    pull,
-    repeat,
-    same,
-    train,
-)
+from wngrad.conformance.compare import apart, copies, finite, same
+from wngrad.conformance.registry import probe
+from wngrad.conformance.subject import Subject
+from wngrad.conformance.training import STEPS, batch, fresh, network, ones, pull, repeat, train
+from wngrad.conformance.verdicts import Failed, described
 
 
-@probe(
-    "made",
-    does="Imports it, makes it from a network's parameters and takes twelve steps.",
-    why="Everything else needs it; where it fails, nothing else is asked.",
-    failing="An ImportError, a missing argument, NaN, or parameters that do not move.",
-)
+@probe("made")
 def made(make: Subject) -> None:
     model = network()
     try:
@@ -52,18 +34,13 @@ def made(make: Subject) -> None:
         raise Failed(f"no parameter has moved after {STEPS} steps")
 
 
-@probe(
-    "quiet",
-    does="Listens to stdout and stderr while it is made, also with weight decay, and steps.",
-    why="Output of a library belongs to `logging` and `warnings`, where a user can filter it.",
-    failing="A line in every log, times every rank.",
-)
+@probe("quiet")
 def quiet(make: Subject) -> None:
     with tempfile.TemporaryFile() as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         sys.stdout.flush()
         sys.stderr.flush()
-        kept = os.dup(1), os.dup(2)
+        terminal = os.dup(1), os.dup(2)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         try:
@@ -73,21 +50,16 @@ def quiet(make: Subject) -> None:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            for fd, old in enumerate(kept, start=1):
+            for fd, old in enumerate(terminal, start=1):
                 os.dup2(old, fd)
                 os.close(old)
         file.seek(0)
-        said = file.read(200).decode(errors="replace").strip()
-    if said:
-        raise Failed(f"it prints {said.splitlines()[0]!r}")
+        output = file.read(200).decode(errors="replace").strip()
+    if output:
+        raise Failed(f"it prints {output.splitlines()[0]!r}")
 
 
-@probe(
-    "unused parameters",
-    does="Gives it a parameter that has no gradient for two steps, and then has one.",
-    why="Frozen layers, layers thawed later, branches that a batch does not take.",
-    failing="An error about None, a frozen layer that drifts, a thawed one that never moves.",
-)
+@probe("unused parameters")
 def unused_parameters(make: Subject) -> None:
     model, late = network(), ones(3, 2)
     opt = make([*model.parameters(), late])
@@ -99,12 +71,7 @@ def unused_parameters(make: Subject) -> None:
         raise Failed("a parameter whose first gradient comes late never moves")
 
 
-@probe(
-    "gradients untouched",
-    does="Compares every gradient with itself after a step, also with weight decay.",
-    why="Gradients are logged, clipped, accumulated and reused by others after a step.",
-    failing="Gradient norms in a log that are something else; accumulation that goes wrong.",
-)
+@probe("gradients untouched")
 def gradients_untouched(make: Subject) -> None:
     model = network()
     before: list[Tensor] = []
@@ -123,12 +90,7 @@ def gradients_untouched(make: Subject) -> None:
                 raise Failed(f"a step writes into p.grad{' with weight decay' * bool(options)}")
 
 
-@probe(
-    "zero first gradient",
-    does="Lets the first gradients be zero, and then trains.",
-    why="Dead units, masked losses; distributed checkpoints are loaded after such a step.",
-    failing="A division by zero, NaN, or a run that never starts.",
-)
+@probe("zero first gradient")
 def zero_first_gradient(make: Subject) -> None:
     p = ones(4, 3)
     opt = make([p])
@@ -141,15 +103,9 @@ def zero_first_gradient(make: Subject) -> None:
         raise Failed("never moves after a first gradient of zero")
 
 
-@probe(
-    "closure",
-    does="Steps with a closure, and beside it without one.",
-    why="Line searches, and trainers that always pass a closure.",
-    failing="A loss of None, a batch that is counted twice, other parameters than without.",
-)
+@probe("closure")
 def closure_semantics(make: Subject) -> None:
-    model, twin = network(), network()
-    opt, other = make(model.parameters()), make(twin.parameters())
+    (model, opt), (twin, other) = fresh(make), fresh(make)
     calls: list[tuple[bool, float]] = []
 
     def closure() -> Tensor:
@@ -187,12 +143,7 @@ class _FaultAt(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-@probe(
-    "autograd mode after an error",
-    does="Lets the closure, then each tensor operation of a step fail, and looks at grad mode.",
-    why="Notebooks, out-of-memory handlers and trainers go on after an exception.",
-    failing="`loss.backward()` says that no tensor requires a gradient, far from the cause.",
-)
+@probe("autograd mode after an error")
 def autograd_mode(make: Subject) -> None:
     p = ones(4, 3)
     opt = make([p])

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import torch
-import torch._dynamo
 
-from wngrad.conformance.subject import (
-    Failed,
-    Subject,
-    batch,
-    copies,
-    finite,
-    network,
-    ones,
-    probe,
-    pull,
-    repeat,
-    train,
-    unless_refused,
-)
+from wngrad.conformance.compare import copies, finite
+from wngrad.conformance.registry import probe
+from wngrad.conformance.subject import Subject
+from wngrad.conformance.training import batch, fresh, ones, pull, repeat, train
+from wngrad.conformance.verdicts import Failed, unless_refused
 
 
-@probe(
-    "lr = 0 group",
-    does="Trains two groups, one of them with lr = 0.",
-    why="The usual way to freeze a part, and where every warm-up begins.",
-    failing="The frozen part moves, or the others do not, or a division by zero.",
-)
+@probe("lr = 0 group")
 def lr_zero_group(make: Subject) -> None:
     make.lr()
     still, free = ones(4, 3), ones(4, 3)
@@ -39,12 +24,7 @@ def lr_zero_group(make: Subject) -> None:
         raise Failed("the other group does not move")
 
 
-@probe(
-    "per-group lr",
-    does="Trains two equal groups, one at a quarter of the other's lr, both lr small.",
-    why="Layer-wise rates, heads that learn faster than backbones.",
-    failing="The setting is ignored: all layers learn at one rate.",
-)
+@probe("per-group lr")
 def per_group_lr(make: Subject) -> str:
     lr = make.lr() / 1000  # Where lr is a cap, small enough to be one.
     fast, slow = ones(4, 3), ones(4, 3)
@@ -57,16 +37,10 @@ def per_group_lr(make: Subject) -> str:
     return f"a quarter of the lr moves {near / far:.2g} × as far"
 
 
-@probe(
-    "scheduler to 0",
-    does="Lets a LinearLR take lr to 0, and trains on.",
-    why="Most schedules end there, and lr is written into the group at every step.",
-    failing="The last epochs still move the weights, or the step divides by lr.",
-)
+@probe("scheduler to 0")
 def scheduler_to_zero(make: Subject) -> None:
     make.lr()
-    model = network()
-    opt = make(model.parameters())
+    model, opt = fresh(make)
     schedule = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.0, total_iters=4)
     for seed in range(4):
         make.step(opt, batch(model, seed))
@@ -77,12 +51,7 @@ def scheduler_to_zero(make: Subject) -> None:
         raise Failed("the parameters move although the scheduler has taken lr to 0")
 
 
-@probe(
-    "tensor lr",
-    does="Gives lr as a tensor, halves it in place, and compares with numbers.",
-    why="CUDA graphs and torch.compile change lr that way, without a recompile.",
-    failing="A TypeError, or a rate that stays what it was.",
-)
+@probe("tensor lr")
 def tensor_lr(make: Subject) -> None:
     lr = make.lr()
     p, q = ones(4, 3), ones(4, 3)
@@ -102,12 +71,7 @@ def tensor_lr(make: Subject) -> None:
         raise Failed("a tensor lr gives other steps than the same number")
 
 
-@probe(
-    "late group",
-    does="Adds a parameter group after three steps.",
-    why="Gradual unfreezing, and networks that grow.",
-    failing="A KeyError at the next step, or a group that never moves.",
-)
+@probe("late group")
 def late_group(make: Subject) -> None:
     first, late = ones(4, 3), ones(4, 3)
     opt = make([first])

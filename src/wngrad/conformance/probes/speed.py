@@ -11,18 +11,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wngrad.conformance.subject import (
-    STEPS,
-    Failed,
-    NotApplicable,
-    Subject,
-    apart,
-    batch,
-    network,
-    probe,
-    pull,
-    same,
-)
+from wngrad.conformance.compare import apart, same
+from wngrad.conformance.registry import probe
+from wngrad.conformance.subject import Subject
+from wngrad.conformance.training import STEPS, batch, fresh, pull
+from wngrad.conformance.verdicts import Failed, NotApplicable
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -34,8 +27,8 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, sources: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
-        self.kept = [p.untyped_storage() for p in sources]  # alive, so that no address comes twice
-        self.marked = {s.data_ptr() for s in self.kept}
+        self.alive = [p.untyped_storage() for p in sources]  # so that no address comes twice
+        self.marked = {s.data_ptr() for s in self.alive}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -45,8 +38,8 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # What an operation writes to are its results and, without results, its arguments.
             for t in tree_leaves(out if out is not None else args):
                 if isinstance(t, Tensor):
-                    self.kept.append(t.untyped_storage())
-                    self.marked.add(self.kept[-1].data_ptr())
+                    self.alive.append(t.untyped_storage())
+                    self.marked.add(self.alive[-1].data_ptr())
         return out
 
 
@@ -57,15 +50,9 @@ _READS = (
 )
 
 
-@probe(
-    "host waits",
-    does="Counts in a later step the reads, such as item(), of numbers that depend on parameters.",
-    why="On a GPU each one waits for the device, and none is allowed in a CUDA graph.",
-    failing="A GPU that idles at every step; capturing a CUDA graph fails.",
-)
+@probe("host waits")
 def host_waits(make: Subject) -> str:
-    model = network()
-    opt = make(model.parameters())
+    model, opt = fresh(make)
     waits = 0
     with _Reads(list(model.parameters())) as reads:
         for seed in range(4):
@@ -79,12 +66,7 @@ def host_waits(make: Subject) -> str:
     return "none"
 
 
-@probe(
-    "compile",
-    does="Compiles the step, counts graphs made after the eighth step, compares with eager.",
-    why="A compiled step is one kernel instead of hundreds.",
-    failing="A recompile at every step, then silently eager; or other numbers.",
-)
+@probe("compile")
 def compiled(make: Subject) -> str:
     made_graphs = 0
 
@@ -117,23 +99,17 @@ def compiled(make: Subject) -> str:
     return f"graphs made: {graphs[-1]}"
 
 
-@probe(
-    "GradScaler",
-    does="Trains under GradScaler with one overflow, and beside it without both.",
-    why="Mixed precision with float16: steps with an overflow are skipped.",
-    failing="The skipped step moves the parameters, or counts.",
-)
+@probe("GradScaler")
 def grad_scaler(make: Subject) -> None:
     if make.takes == "closure":
         raise NotApplicable("GradScaler takes no closures, and it needs one")
-    model, twin = network(), network()
-    opt, other = make(model.parameters()), make(twin.parameters())
+    (model, opt), (twin, other) = fresh(make), fresh(make)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(torch.ones(()))  # makes its scale
     for seed in range(6):
         loss = batch(model, seed, scale=float(scaler.get_scale()))()
         if seed == 3:
-            next(model.parameters()).grad[0] = torch.inf  # type: ignore[index]
+            next(model.parameters()).grad[0] = torch.inf
         extra = {"loss": loss / scaler.get_scale()} if make.takes == "loss" else {}
         scaler.step(opt, **extra)
         scaler.update()

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch._dynamo
 from torch import Tensor, nn
 
-from wngrad.conformance.subject import (
-    Failed,
-    NotApplicable,
-    Subject,
-    differentiated,
-    finite,
-    ones,
-    probe,
-    pull,
-    repeat,
-    unless_refused,
-)
+from wngrad.conformance.compare import finite
+from wngrad.conformance.registry import probe
+from wngrad.conformance.subject import Subject
+from wngrad.conformance.training import differentiated, ones, pull, repeat
+from wngrad.conformance.verdicts import Failed, NotApplicable, unless_refused
 
 
-@probe(
-    "complex",
-    does="Minimizes |z|² over complex numbers for twelve steps.",
-    why="Signal processing, Fourier layers, quantum circuits.",
-    failing="An operation that complex numbers lack, or an imaginary part that stands still.",
-)
+@probe("complex")
 def complex_parameters(make: Subject) -> None:
     z = nn.Parameter(torch.full((3, 2), 1 + 2j, dtype=torch.complex128))
     start = z.detach().clone()
@@ -36,12 +23,7 @@ def complex_parameters(make: Subject) -> None:
         raise Failed("real and imaginary parts do not both go downhill")
 
 
-@probe(
-    "sparse",
-    does="Trains an embedding with sparse=True.",
-    why="Large vocabularies: only the rows of a batch have a gradient.",
-    failing="An obscure error, or rows that move without having been looked up.",
-)
+@probe("sparse")
 def sparse_gradients(make: Subject) -> None:
     table = nn.Embedding(6, 3, sparse=True, dtype=torch.float64)
     start = table.weight.detach().clone()
@@ -57,20 +39,15 @@ def sparse_gradients(make: Subject) -> None:
         raise Failed(f"rows 1 and 4 have a gradient, rows {moved} move")
 
 
-@probe(
-    "bfloat16",
-    does="Fits a network to one batch in 300 steps in bfloat16, and in float32.",
-    why="Models are trained in bfloat16 without a float32 copy of the weights.",
-    failing="Steps below half a unit in the last place: it stands still, and nothing says so.",
-)
+@probe("bfloat16")
 def bfloat16(make: Subject) -> str:
     ends = [_fitted(make, dtype) for dtype in (torch.bfloat16, torch.float32)]
-    said = "the loss ends at {:.2g} × its start, in float32 at {:.2g} ×".format(*ends)
+    losses = "the loss ends at {:.2g} × its start, in float32 at {:.2g} ×".format(*ends)
     if ends[1] >= 1:
         raise NotApplicable("it does not lower the loss in float32 either")
     if not 1 - ends[0] >= 0.01 * (1 - ends[1]):
-        raise Failed(f"it stands still: {said}")
-    return said
+        raise Failed(f"it stands still: {losses}")
+    return losses
 
 
 def _fitted(make: Subject, dtype: torch.dtype) -> float:
@@ -92,12 +69,7 @@ def _fitted(make: Subject, dtype: torch.dtype) -> float:
     return float(closure()) / start
 
 
-@probe(
-    "odd shapes",
-    does="Trains a scalar and tensors without elements beside an ordinary one.",
-    why="Temperatures and gates are scalars; sharding leaves empty pieces on some ranks.",
-    failing="An index error, or a norm of nothing that turns into NaN.",
-)
+@probe("odd shapes")
 def odd_shapes(make: Subject) -> None:
     params = [ones(), ones(0, 3), ones(3, 0), ones(2, 2)]
     repeat(make, make(params), pull(*params))
@@ -107,12 +79,7 @@ def odd_shapes(make: Subject) -> None:
         raise Failed("a scalar, or the tensor beside it, does not move")
 
 
-@probe(
-    "memory layouts",
-    does="Trains a channels-last and a transposed parameter beside contiguous ones.",
-    why="channels_last convolutions, tied and transposed weights.",
-    failing="An error from view(), or state that is laid out another way than its parameter.",
-)
+@probe("memory layouts")
 def memory_layouts(make: Subject) -> None:
     torch.manual_seed(0)
     images, matrix = torch.randn(4, 3, 2, 5).double(), torch.randn(4, 6).double()

@@ -1,4 +1,4 @@
-"""b₁, the two ways of Remark 2.2 and by hand."""
+"""The first b: by hand, or in the two ways of Remark 2.2."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ import numpy as np
 from wngrad import rule, slopes
 from wngrad.batch import arrays
 from wngrad.batch.arrays import Array, Kind
+from wngrad.batch.observer import Point
 
 Name = Literal["number", "gradient", "lipschitz"]
 BInit = float | Literal["gradient", "lipschitz"] | tuple[Literal["gradient", "lipschitz"], float]
+
+Gradient = Callable[[Array], Array]
 
 _RULE = (
     '`b_init` must be a number > 0, "gradient" or "lipschitz", or ("gradient", C > 0) or '
@@ -23,8 +26,8 @@ _RULE = (
 )
 
 
-def parse(owner: str, value: Any) -> tuple[Name, float]:
-    """What `b_init` asks for, and its number."""
+def parse_b_init(owner: str, value: Any) -> tuple[Name, float]:
+    """The name of the way to b₁, and its number: b₁ itself, C or R."""
     if isinstance(value, str) and value in ("gradient", "lipschitz"):
         return ("gradient", 1.0) if value == "gradient" else ("lipschitz", 2)
     name, number = "number", value
@@ -38,37 +41,23 @@ def parse(owner: str, value: Any) -> tuple[Name, float]:
 
 
 def first_b(
-    owner: str,
-    value: Any,
-    x: Array,
-    sq_norm: float,
-    gradient: Callable[[Array], Array],
-    kind: Kind,
-    seed: int,
+    owner: str, b_init: Any, first: Point, gradient: Gradient, kind: Kind, seed: int
 ) -> tuple[float, int]:
     """b₁, and how many gradients it took."""
-    name, number = parse(owner, value)
+    name, number = parse_b_init(owner, b_init)
     if name == "number":
         return number, 0
     if name == "gradient":
-        return rule.first_b(math.sqrt(sq_norm), 1.0, number), 0
-    points = int(number)
-    return sampled_lipschitz(owner, gradient, x, kind, points=points, seed=seed), points
+        return rule.first_b(math.sqrt(first.sq), 1.0, number), 0
+    return sampled_lipschitz(owner, gradient, first.x, kind, int(number), seed), int(number)
 
 
 def sampled_lipschitz(
-    owner: str,
-    gradient: Callable[[Array], Array],
-    x: Array,
-    kind: Kind,
-    *,
-    points: int = 2,
-    relative: float = 1e-3,
-    seed: int = 0,
+    owner: str, gradient: Gradient, x: Array, kind: Kind, points: int, seed: int
 ) -> float:
     """max ‖∇f(u_j) − ∇f(u_k)‖/‖u_j − u_k‖ over points near x₁: at most L (Remark 2.2)."""
     rng = np.random.default_rng(seed)
-    far = slopes.radius(relative, math.sqrt(kind.sq_norm(x)), arrays.epsilon(x))
+    far = slopes.radius(1e-3, math.sqrt(kind.sq_norm(x)), arrays.epsilon(x))
     near = []
     for _ in range(points):
         d = rng.standard_normal(tuple(x.shape))

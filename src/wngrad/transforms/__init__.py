@@ -1,0 +1,34 @@
+"""The JAX twin: WNGrad and WN-Adam as optax transformations.
+
+>>> import jax.numpy as jnp, optax
+>>> from wngrad.transforms import wngrad
+>>> params = {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}
+>>> opt = wngrad(learning_rate=1.0)
+>>> state = opt.init(params)
+>>> grads = {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}
+>>> updates, state = opt.update(grads, state, params)
+>>> params = optax.apply_updates(params, updates)
+>>> optax.tree.get(state, "b")["kernel"].shape  # one b per neuron, the kernel's last axis
+(1, 2)
+"""
+
+from wngrad.transforms.neurons import flax_neuron_axis, neuron_axis_of
+from wngrad.transforms.optimizers import (
+    WNAdamState,
+    WNGradState,
+    scale_by_wn_adam,
+    scale_by_wngrad,
+    wn_adam,
+    wngrad,
+)
+
+__all__ = [
+    "WNAdamState",
+    "WNGradState",
+    "flax_neuron_axis",
+    "neuron_axis_of",
+    "scale_by_wn_adam",
+    "scale_by_wngrad",
+    "wn_adam",
+    "wngrad",
+]

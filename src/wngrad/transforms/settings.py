@@ -1,0 +1,16 @@
+"""The types of a transformation's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from wngrad.transforms.neurons import Axes, AxisFunction
+
+PyTree = Any
+Number = Any  # a float, or an array of one
+Rate = Number | Callable[[Any], Any]
+NeuronAxis = Axes | AxisFunction
+BInit = Number | Literal["gradient"] | tuple[Literal["gradient"], float]
+Per = Literal["neuron", "tensor", "model"]
+Nonfinite = Literal["propagate", "skip"]
