@@ -23,11 +23,11 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from wngrad.lab.runner import environment
+from wngrad.lab.run.session import environment
 
 PACKS = 64
 SWEEP = f"""
-from wngrad.lab.spec import Sweep
+from wngrad.lab.train.spec import Sweep
 SMALL = Sweep(
     name="small", claim="", dataset="digits", model="mlp", optimizers=("sgd", "wngrad"),
     lam=(0.01, 0.1), epochs=30, seeds=range({PACKS}), lanes_per_pack=4,

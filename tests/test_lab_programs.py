@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from small_lab import blobs
-from wngrad.lab import models, stack
-from wngrad.lab.data import Data
-from wngrad.lab.programs import PROGRAMS, Branches, Lone, Program, Stacked
-from wngrad.lab.spec import METRICS, Pack, Sweep, packs
-from wngrad.lab.update import KEEPS, RULES
+from wngrad.lab.train import models, stack
+from wngrad.lab.train.data import Data
+from wngrad.lab.train.programs import PROGRAMS, Branches, Lone, Program, Stacked
+from wngrad.lab.train.spec import METRICS, Pack, Sweep, packs
+from wngrad.lab.train.update import KEEPS, RULES
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -16,10 +16,8 @@ from typer.testing import CliRunner
 
 import wngrad
 from wngrad.cli import app
-from wngrad.lab.programs import PROGRAMS, Branches, Lone, Program, Stacked
 from wngrad.lab.recipes import RECIPES
-from wngrad.lab.spec import Lane, Record, Setting, Sweep, packs
-from wngrad.lab.sweep_plan import (
+from wngrad.lab.sweep import (
     checked,
     grid,
     plan,
@@ -27,7 +25,9 @@ from wngrad.lab.sweep_plan import (
     why_not_at_once,
     why_not_stacked,
 )
-from wngrad.lab.task import Task, find
+from wngrad.lab.train.programs import PROGRAMS, Branches, Lone, Program, Stacked
+from wngrad.lab.train.spec import Lane, Record, Setting, Sweep, packs
+from wngrad.lab.train.task import Task, find
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -296,7 +296,7 @@ def test_the_compiler_can_read_the_programs_of_a_task(task, kind, monkeypatch) -
         compiled.append(work)
         return torch.compile(work, fullgraph=True, dynamic=False, backend="eager")
 
-    monkeypatch.setattr("wngrad.lab.programs.base.Fused.compiled", traced)
+    monkeypatch.setattr("wngrad.lab.train.programs.base.Fused.compiled", traced)
     assert made(task, kind).curves == eager.curves
     assert len(compiled) >= 3
 

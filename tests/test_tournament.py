@@ -22,16 +22,18 @@ from torch.nn import functional as F  # noqa: N812
 from typer.testing import CliRunner
 
 from wngrad.cli import app
-from wngrad.lab import contestants, data, files, runner, tasks, tournament
+from wngrad.lab import contestants, tasks, tournament
 from wngrad.lab import tournament_report as report
 from wngrad.lab import tournament_tables as tables
 from wngrad.lab.contestants import CONTESTANTS, Contestant
-from wngrad.lab.programs.lone import Lone, optimizer
-from wngrad.lab.spec import Lane, Pack, Record, Setting, Sweep
-from wngrad.lab.store import exported
-from wngrad.lab.task import Task
+from wngrad.lab.run import files, session
+from wngrad.lab.run.store import exported
 from wngrad.lab.tasks import EVENTS
 from wngrad.lab.tournament_run import Tournament
+from wngrad.lab.train import data
+from wngrad.lab.train.programs.lone import Lone, optimizer
+from wngrad.lab.train.spec import Lane, Pack, Record, Setting, Sweep
+from wngrad.lab.train.task import Task
 
 ROOT = Path(__file__).parents[1]
 NAMES = [who.name for who in CONTESTANTS]
@@ -539,7 +541,7 @@ def test_records_from_elsewhere_are_taken_over_only_where_they_fit(tmp_path: Pat
     known, lane = tmp_path / "known", part.sweep.lanes[0]
     known.mkdir()
     games = Tournament([part], tmp_path / "out", tmp_path / "work", known=[known], note="mine")
-    made_here = runner.environment("cpu") | part.sweep.identity() | {"note": "mine"}
+    made_here = session.environment("cpu") | part.sweep.identity() | {"note": "mine"}
     for settings, taken in (({"note": "theirs"}, 0), ({"torch": "1"}, 0), ({}, 1)):
         found = Record(lane, "done", "", None, {}, made_here | settings, {})
         (known / "wine-default.jsonl").write_bytes(files.seal_json(found.to_json()))

@@ -149,8 +149,8 @@ def run(
 ) -> None:
     """Train every lane of a recipe. What is done is left alone; what was interrupted goes on."""
     from wngrad.lab import recipes
-    from wngrad.lab.places import is_address
-    from wngrad.lab.supervisor import Job
+    from wngrad.lab.run.places import is_address
+    from wngrad.lab.run.supervisor import Job
 
     try:
         sweep = recipes.find(recipe).scaled(epochs=epochs, seeds=seeds)
@@ -202,12 +202,13 @@ def sweep(
     dry_run: DryRun = False,
 ) -> None:
     """How much does your own training depend on the learning rate? Trains, resumes and reports."""
-    from wngrad.lab import sweep_plan, sweep_told
-    from wngrad.lab.supervisor import Job
+    from wngrad.lab import sweep
+    from wngrad.lab.report import summary
+    from wngrad.lab.run.supervisor import Job
 
     try:
-        grid = cli_run.numbers("lam", lam) if lam else sweep_plan.grid(lam_from, lam_to, per_decade)
-        plan = sweep_plan.plan(
+        grid = cli_run.numbers("lam", lam) if lam else sweep.grid(lam_from, lam_to, per_decade)
+        plan = sweep.plan(
             task,
             lam=grid,
             seeds=seeds,
@@ -219,7 +220,7 @@ def sweep(
         )
     except ValueError as error:
         cli_run.fail(str(error))
-    usual = Path("out") / sweep_plan.folder(plan.sweep.name)
+    usual = Path("out") / sweep.folder(plan.sweep.name)
     for line in plan.how:
         print(line)
     job = Job(plan.sweep, out or usual, None, device, note, save_every, sized=lanes is not None)
@@ -227,7 +228,7 @@ def sweep(
         cli_run.plan(job, ray, cpus)
     outcome, _ = cli_run.trained(job, patience, ray, cpus)
     try:
-        told = sweep_told.write(
+        told = summary.write(
             plan, job.out, usual, shlex.join(["wngrad", *sys.argv[1:]]), cli_run.warn
         )
     except ImportError as error:
@@ -255,10 +256,10 @@ def report(
 ) -> None:
     """Write the page, the figure and the summary of a sweep from its records. Never trains."""
     from wngrad.lab import recipes
-    from wngrad.lab import report as report_
-    from wngrad.lab.files import Damaged
-    from wngrad.lab.places import is_address
-    from wngrad.lab.store import Store, exported
+    from wngrad.lab.report import builder as report_
+    from wngrad.lab.run.files import Damaged
+    from wngrad.lab.run.places import is_address
+    from wngrad.lab.run.store import Store, exported
 
     try:
         sweep = recipes.find(recipe)

@@ -9,14 +9,14 @@ from typing import NoReturn, cast, get_args
 
 import typer
 
-from wngrad.lab.places import is_address
-from wngrad.lab.spec import Kind
-from wngrad.lab.supervisor import Job, Outcome, supervise
+from wngrad.lab.run.places import is_address
+from wngrad.lab.run.supervisor import Job, Outcome, supervise
+from wngrad.lab.train.spec import Kind
 
 
 def trained(job: Job, patience: float | None, ray: str | None, cpus: int) -> tuple[Outcome, str]:
     """Run a job under a bar; leaves if it was stopped, or could not begin."""
-    from wngrad.lab.progress import Watch
+    from wngrad.lab.run.progress import Watch
 
     if not is_address(job.out):
         make(Path(job.out))
@@ -24,9 +24,9 @@ def trained(job: Job, patience: float | None, ray: str | None, cpus: int) -> tup
         if ray is None:
             outcome = supervise(job, watch, patience)
         else:
-            from wngrad.lab import cluster
+            from wngrad.lab.run.cluster import driver
 
-            outcome = cluster.run(job, watch, ray, cpus=cpus, patience=patience)
+            outcome = driver.run(job, watch, ray, cpus=cpus, patience=patience)
     if outcome.status in (130, 143):
         again = shlex.join(["wngrad", *sys.argv[1:]])
         print(f"Stopped; everything so far is saved in {job.out}. Go on with: {again}")
@@ -40,13 +40,13 @@ def plan(job: Job, ray: str | None, cpus: int) -> NoReturn:
     """Say what would be done, and leave."""
     try:
         if ray is None:
-            from wngrad.lab import measure
+            from wngrad.lab.run import timing
 
-            lines = measure.plan(job)
+            lines = timing.plan(job)
         else:
-            from wngrad.lab import cluster
+            from wngrad.lab.run.cluster import driver
 
-            lines = cluster.plan(job, ray, cpus=cpus)
+            lines = driver.plan(job, ray, cpus=cpus)
     except (ValueError, OSError, RuntimeError) as error:
         fail(str(error))
     print(*lines, sep="\n")

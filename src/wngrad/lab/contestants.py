@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wngrad import rule
-from wngrad.lab.update import RULES
+from wngrad.lab.train.update import RULES
 
 Params = Iterable[nn.Parameter]
 Make = Callable[..., Any]  # (params, lr=λ) → an optimizer

@@ -7,7 +7,7 @@ import shlex
 import sys
 from importlib import import_module
 
-from wngrad.lab.claims import (
+from wngrad.lab.report.claims import (
     Ahead,
     AheadOver,
     AlongTheWay,
@@ -18,8 +18,8 @@ from wngrad.lab.claims import (
     MoreRobust,
     Trains,
 )
-from wngrad.lab.results import Results
-from wngrad.lab.spec import Sweep
+from wngrad.lab.report.results import Results
+from wngrad.lab.train.spec import Sweep
 
 FIGURE_1 = Sweep(
     name="figure-1",

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from wngrad.lab import data, models
-from wngrad.lab.task import Pair, Task
+from wngrad.lab.train import data, models
+from wngrad.lab.train.task import Pair, Task
 
 Both = tuple[Pair, Pair]  # train, test
 TEXT, TEXT_MD5 = "tinyshakespeare.txt", "6fb458f1232090904fb40fe944165e91"

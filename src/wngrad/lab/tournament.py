@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from wngrad.lab import contestants as contestants_
 from wngrad.lab.contestants import Contestant
-from wngrad.lab.spec import Setting, Sweep
 from wngrad.lab.tasks import EVENTS, Event, scale
+from wngrad.lab.train.spec import Setting, Sweep
 
 Question = Literal["default", "grid"]
 QUESTIONS: tuple[Question, ...] = ("default", "grid")

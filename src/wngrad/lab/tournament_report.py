@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from wngrad.lab import tournament_figures
-from wngrad.lab.cells import Cell, amount, lam_text, lead
 from wngrad.lab.contestants import CONTESTANTS, Contestant
-from wngrad.lab.report import _list, _table
-from wngrad.lab.spec import Record
+from wngrad.lab.report.builder import _list, _table
+from wngrad.lab.report.cells import Cell, amount, lam_text, lead
 from wngrad.lab.tournament_tables import Curve, Outcome, load
+from wngrad.lab.train.spec import Record
 
 OURS = tuple(who.name for who in CONTESTANTS if who.name.startswith("wn"))
 LABELS = {who.name: who.label for who in CONTESTANTS}

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wngrad.lab import files
-from wngrad.lab.spec import Record
-from wngrad.lab.store import Store, exported
+from wngrad.lab.run import files
+from wngrad.lab.run.store import Store, exported
 from wngrad.lab.tournament import Part
+from wngrad.lab.train.spec import Record
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXPORT_EVERY = 10.0  # seconds
@@ -233,7 +233,7 @@ def _put(record: Record, store: Store) -> None:
 def _environment(device: str) -> dict[str, Any]:
     import torch
 
-    from wngrad.lab.runner import environment
+    from wngrad.lab.run.session import environment
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

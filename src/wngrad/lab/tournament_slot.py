@@ -10,8 +10,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from wngrad.lab.spec import Sweep
-from wngrad.lab.supervisor import Job, supervise
+from wngrad.lab.run.supervisor import Job, supervise
+from wngrad.lab.train.spec import Sweep
 
 
 def slot() -> int:

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
-from wngrad.lab.cells import Cell, Lead, lead
 from wngrad.lab.contestants import CONTESTANTS, Contestant
-from wngrad.lab.sensitivity import (
+from wngrad.lab.report.cells import Cell, Lead, lead
+from wngrad.lab.report.sensitivity import (
     Estimate,
     best_lam,
     lr_sensitivity,
     recommended_lam,
     usable_decades,
 )
-from wngrad.lab.spec import Lane, Metric, Record
-from wngrad.lab.store import exported
+from wngrad.lab.run.store import exported
 from wngrad.lab.tasks import EVENTS, Event
+from wngrad.lab.train.spec import Lane, Metric, Record
 
 LOSS: Metric = "test_loss"
 
