@@ -77,9 +77,9 @@ def test_a_mistake_is_one_line_and_exit_code_two(words, message, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def f(x: return 1", "could not be run: SyntaxError"),
-        ("import nothing_of_that_name", "could not be run: ModuleNotFoundError"),
-        ("g = 3", "has no function 'f'"),
+        ("def f(x: return 1", "cannot be imported: SyntaxError"),
+        ("import nothing_of_that_name", "cannot be imported: No module named"),
+        ("g = 3", "has no attribute 'f'"),
         ("def f(x):\n    raise KeyError('w')", "raised KeyError"),
         ("def f(x):\n    return (1.0,)", "must return a value, or (value, gradient)"),
         ("def f(x):\n    return 1.0, [1.0, 2.0]", "must return a value, or (value, gradient)"),

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wngrad.lab.recipes import RECIPES, commands
+from wngrad.lab.recipes import RECIPES
 from wngrad.lab.report import builder, claims, figures, page
 from wngrad.lab.report.cells import Cell
+from wngrad.lab.report.commands import commands
 from wngrad.lab.report.results import Results
 from wngrad.lab.train.spec import Lane, Record, Sweep
 

@@ -203,7 +203,6 @@ def sweep(
 ) -> None:
     """How much does your own training depend on the learning rate? Trains, resumes and reports."""
     from wngrad.lab import sweep
-    from wngrad.lab.report import summary
     from wngrad.lab.run.supervisor import Job
 
     try:
@@ -228,7 +227,7 @@ def sweep(
         cli_run.plan(job, ray, cpus)
     outcome, _ = cli_run.trained(job, patience, ray, cpus)
     try:
-        told = summary.write(
+        told = sweep.report(
             plan, job.out, usual, shlex.join(["wngrad", *sys.argv[1:]]), cli_run.warn
         )
     except ImportError as error:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wngrad.batch import Certificate, Result
+from wngrad.lab.train.loader import load_callable
 from wngrad.problems import ZOO, Problem
 
 
@@ -65,15 +63,10 @@ def _point(text: str) -> Any:
 
 def _from_file(text: str, x0: str | None) -> tuple[Problem, bool]:
     """A user's f(x), which returns the value, or (value, gradient)."""
-    file, _, name = text.rpartition(":")
-    if not file:
-        raise ValueError(
-            f"`problem` must be one of {', '.join(ZOO)} or path.py:function, got {text!r}."
-        )
-    if x0 is None:
+    if ":" in text and x0 is None:
         raise ValueError("`--x0` must be given for a function of your own.")
-    f = _load(Path(file), name)
-    start = _point(x0)
+    f = load_callable(text, "problem", ZOO, owner="certify")
+    start, name = _point(x0 or ""), text.rpartition(":")[2]
     try:
         value = f(start)
     except Exception as error:
@@ -86,25 +79,6 @@ def _from_file(text: str, x0: str | None) -> tuple[Problem, bool]:
 
     print("The gradient is taken by finite differences: claims hold to 1e-6.")
     return Problem(name, f, finite_difference_gradient(f), start), False
-
-
-def _load(path: Path, name: str) -> Callable[..., Any]:
-    if not path.is_file():
-        raise ValueError(f"`problem` names a file that is not there: {path}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"`problem` must name a Python file, got {path}.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # as an import would
-    sys.path.insert(0, str(path.parent.resolve()))
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"{path} could not be run: {type(error).__name__}: {error}.") from error
-    found: Callable[..., Any] | None = getattr(module, name, None)
-    if found is None or not callable(found):
-        raise ValueError(f"{path} has no function {name!r}.")
-    return found
 
 
 def show(problem: Problem, named: list[tuple[str, Result]], rounding: float | None) -> bool:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import math
-import os
 import re
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
+from wngrad.lab.report import builder
+from wngrad.lab.report.results import Results
+from wngrad.lab.report.summary import Summary, summarize
+from wngrad.lab.run.places import is_address
+from wngrad.lab.run.store import Store
 from wngrad.lab.train import loader, models, stack
 from wngrad.lab.train.data import Data
 from wngrad.lab.train.spec import Kind, Sweep
@@ -59,12 +60,10 @@ def plan(
     Raises:
         ValueError: there is no such task or optimizer, or the task does not work; in one line.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` would
     task = find(address)
     for name in optimizers:
         if name not in RULES:
-            loader.imported(name, "optimizer", RULES)
+            loader.load_callable(name, "optimizer", RULES)
     data = checked(task, address)
     chosen, why = (program, "") if program else _choose(task, data, device)
     alone = tuple(name for name in optimizers if name not in RULES and chosen != "lone")
@@ -111,16 +110,30 @@ def folder(task: str) -> str:
     return re.sub(r"[^\w.-]+", "-", task).strip("-.") or "task"
 
 
-def source(address: str) -> str:
-    """A fingerprint of the code in a task's file, its comments apart; empty for a module."""
-    home = address if loader.is_file(address) else address.rpartition(":")[0]
-    if not loader.is_file(home):
-        return ""
-    code = ast.dump(ast.parse(Path(home).expanduser().read_bytes()))
-    return hashlib.sha256(code.encode()).hexdigest()[:16]
+def report(
+    plan: Plan, home: Path | str, usual: Path, command: str, warn: Callable[[str], None]
+) -> Summary:
+    """Write the report of a sweep from its records.
+
+    Args:
+        home: where they are; the report goes there, too, if it is a folder.
+        usual: where the report goes if not.
+        command: what the user typed; the report ends with it.
+        warn: is called with a line for records that cannot be read.
+
+    Raises:
+        ValueError: there is no record of this sweep.
+    """
+    folder = usual if is_address(home) else Path(home)
+    store = Store(home, warn=warn)
+    records = store.records()
+    results = Results(plan.sweep, records)
+    written = builder.write(plan.sweep, records, folder, notes=plan.how, recipe=command)
+    store.export(folder / "records.jsonl")
+    return summarize(results, written)
 
 
-# ------------------------------------------------------------------- at the door
+# ------------------------------------------------------------------- checks of a task
 
 
 def checked(task: Task, address: str) -> Data:
@@ -181,14 +194,14 @@ def _tried(address: str, name: str, call: Any, *args: Any) -> Any:
 
 
 def _raised(address: str, name: str, error: Exception) -> ValueError:
-    home = address.rpartition(":")[0] if not loader.is_file(address) else address
+    file = loader.file_of(address)
     lines, trace = [], error.__traceback__
     while trace is not None:
-        if loader.is_file(home) and Path(trace.tb_frame.f_code.co_filename) == Path(home).resolve():
+        if file and Path(trace.tb_frame.f_code.co_filename) == Path(file).resolve():
             lines.append(trace.tb_lineno)
         trace = trace.tb_next
     where = f" at line {lines[-1]}" if lines else ""
-    return ValueError(f"{address}: `{name}` raised{where}: {loader.why(error)}.")
+    return ValueError(f"{address}: `{name}` raised{where}: {loader.error_text(error)}.")
 
 
 def _brief(value: Any) -> str:
@@ -247,7 +260,7 @@ def why_not_at_once(task: Task, data: Data) -> str | None:
                 alike = _alike(vmap(measure)(output[None], y[None])[0], measure(output, y))
                 what = "" if alike else "another number"
             except Exception as error:  # whatever a user's function does with a batched tensor
-                what = loader.why(error).split(". ")[0][:120]
+                what = loader.error_text(error).split(". ")[0][:120]
             if what:
                 return f"its {name} cannot be taken of many lanes at once ({what})"
     return None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from wngrad.lab.recipes import commands
 from wngrad.lab.report import figures, page, sweep_table
 from wngrad.lab.report.cells import label, lam_text
 from wngrad.lab.report.claims import Finding
+from wngrad.lab.report.commands import commands
 from wngrad.lab.report.results import USABLE, Results
 from wngrad.lab.train.spec import Record, Sweep
 

@@ -10,11 +10,11 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from wngrad.lab.recipes import commands
 from wngrad.lab.report import sweep_table
 from wngrad.lab.report.axes import Axis, axis, marks
 from wngrad.lab.report.cells import Cell, label, lam_text
 from wngrad.lab.report.claims import Finding
+from wngrad.lab.report.commands import commands
 from wngrad.lab.report.figures import looks
 from wngrad.lab.report.results import Results
 from wngrad.lab.train.spec import Metric

@@ -20,9 +20,9 @@ import torch
 import wngrad
 from wngrad.lab.run import files
 from wngrad.lab.run.store import Store
-from wngrad.lab.sweep import source
 from wngrad.lab.train import models
 from wngrad.lab.train.data import Data
+from wngrad.lab.train.loader import fingerprint
 from wngrad.lab.train.programs import PROGRAMS, Program
 from wngrad.lab.train.spec import Lane, Pack, Record, Sweep
 
@@ -212,7 +212,7 @@ def conditions(session: Session) -> dict[str, Any]:
         "wngrad": session.environment["wngrad"],
         "torch": session.environment["torch"],
         "device": session.environment["device"],
-        **({"source": said} if (said := source(session.sweep.task)) else {}),
+        **({"source": said} if (said := fingerprint(session.sweep.task)) else {}),
     }
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wngrad.lab.train.loader import imported
+from wngrad.lab.train.loader import load_callable
 from wngrad.lab.train.objective import CLASSIFICATION, Objective
 
 Array: TypeAlias = Any  # a NumPy array of bytes
@@ -113,7 +113,7 @@ def load(name: str, folder: Path | None = None, *, progress: bool = True) -> Dat
 
 
 def _own(name: str) -> Data:
-    found = imported(name, "dataset", ("digits", *SOURCES))()
+    found = load_callable(name, "dataset", ("digits", *SOURCES))()
     if not isinstance(found, Data):
         raise DataError(f"lab: `dataset` {name!r} must return a Data, got {found!r}.")
     return found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from wngrad.lab.train.loader import imported
+from wngrad.lab.train.loader import load_callable
 
 if TYPE_CHECKING:
     from wngrad.lab.train.data import Data
@@ -91,7 +91,7 @@ MODELS: dict[str, Factory] = {"mlp": mlp, "cnn": cnn, "resnet18": resnet18}
 
 def build(name: str, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
     """The network `name` with torch's default initialization, drawn from `seed` alone."""
-    factory = MODELS.get(name) or imported(name, "model", MODELS)
+    factory = MODELS.get(name) or load_callable(name, "model", MODELS)
     return _seeded(lambda: factory(shape, classes), seed)
 
 

@@ -12,10 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
-
-if TYPE_CHECKING:
-    from wngrad.lab.report.claims import Claim
+from typing import Any, Literal, Protocol, get_args
 
 # A task's own metric is a score if more of it is better, an error if less.
 Metric = Literal["train_loss", "test_loss", "test_accuracy", "test_score", "test_error"]
@@ -63,6 +60,12 @@ class Pack:
     def lanes(self) -> list[Lane]:
         """Seeds outermost: the order of every array that has one entry per lane."""
         return [Lane(s.optimizer, s.lam, seed) for seed in self.seeds for s in self.settings]
+
+
+class Claim(Protocol):
+    """A sentence about a sweep's results that a report judges; see `wngrad.lab.report.claims`."""
+
+    def measure(self, results: Any, /) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ def find(address: str) -> Task:
         ValueError: there is none, in one line.
     """
     where = f"{address}:task" if loader.is_file(address) else address
-    task = loader.found(where, "task")
+    task = loader.load(where, "task")
     if not isinstance(task, Task):
         raise ValueError(f"lab: `task` {where!r} must be a wngrad.Task, got {task!r}.")
     return task
@@ -130,7 +130,9 @@ def task_data(address: str) -> Data:
     try:
         return task.data()
     except Exception as error:
-        raise ValueError(f"{address}: its data cannot be had: {loader.why(error)}.") from error
+        raise ValueError(
+            f"{address}: its data cannot be had: {loader.error_text(error)}."
+        ) from error
 
 
 def _pair(name: str, value: Any) -> Pair:
@@ -140,7 +142,7 @@ def _pair(name: str, value: Any) -> Pair:
         what = type(value).__name__
         raise ValueError(
             f"Task: `{name}` must be a pair of tensors, inputs and targets, got {what} "
-            f"({loader.why(error)})."
+            f"({loader.error_text(error)})."
         ) from error
     if not x.ndim or not y.ndim or len(x) != len(y) or not len(x):
         raise ValueError(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from wngrad.lab.train.data import Data
-from wngrad.lab.train.loader import imported
+from wngrad.lab.train.loader import load_callable
 from wngrad.lab.train.programs.base import Program
 from wngrad.lab.train.spec import Lane, Pack, Sweep
 from wngrad.lab.train.update import RULES
@@ -130,6 +130,6 @@ def optimizer(lane: Lane, params: list[nn.Parameter], decay: float) -> torch.opt
         "wnadam": WNAdam,
         "wngrad-gradient": lambda p, **kw: WNGrad(p, b_init="gradient", **kw),
     }
-    make = factories.get(lane.optimizer) or imported(lane.optimizer, "optimizer", RULES)
+    make = factories.get(lane.optimizer) or load_callable(lane.optimizer, "optimizer", RULES)
     options = {"weight_decay": decay} if decay else {}
     return cast(torch.optim.Optimizer, make(params, lr=lane.lam, **options))
