@@ -40,7 +40,7 @@ def run(folder: Path, out: str, *more: str) -> dict[str, float]:
     words = ["run", "sweeps:SMALL", "--device", "cpu", "--lanes", "4", "--out", out, *more]
     began = time.perf_counter()
     subprocess.run(
-        [sys.executable, "-m", "wngrad.cli", *words], cwd=folder, check=True, capture_output=True
+        [sys.executable, "-m", "wngrad", *words], cwd=folder, check=True, capture_output=True
     )
     took = time.perf_counter() - began
     lines = (folder / out / "sessions.jsonl").read_text().splitlines()

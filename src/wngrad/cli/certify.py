@@ -1,26 +1,75 @@
-"""What `wngrad certify` is asked, from the words of a command line, and what it shows."""
+"""`wngrad certify`: Algorithm 1 on a problem, beside every bound of the paper."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from wngrad.batch import Certificate, Result
+from wngrad.batch import Certificate, EvaluationError, Result, minimize
+from wngrad.cli.messages import fail, make_folder
 from wngrad.lab.train.loader import load_callable
 from wngrad.problems import ZOO, Problem
 
 
-def choices(problem: Problem) -> list[str]:
+def certify(
+    problem: Annotated[str, typer.Argument(help=f"One of {', '.join(ZOO)}; or path.py:function.")],
+    b1: Annotated[
+        list[str] | None,
+        typer.Option("--b1", help="b₁: a number, a multiple of L (0.1L), gradient or lipschitz."),
+    ] = None,
+    tol: Annotated[float, typer.Option(help="ε, on the squared gradient norm.")] = 1e-8,
+    max_steps: Annotated[int, typer.Option(help="A limit on steps.")] = 100_000,
+    lipschitz: Annotated[float | None, typer.Option(help="L, if the problem has none.")] = None,
+    f_star: Annotated[float | None, typer.Option(help="A lower bound on f.")] = None,
+    x0: Annotated[str | None, typer.Option(help="The start, as numbers with commas.")] = None,
+    out: Annotated[Path, typer.Option(help="A folder for the picture.")] = Path("out"),
+) -> None:
+    """Run Algorithm 1 from several b₁ and set every bound of the paper beside what was measured."""
+    try:
+        what, exact = _problem(problem, x0, lipschitz, f_star)
+    except ValueError as error:
+        fail(str(error))
+    make_folder(out)
+    named: list[tuple[str, Result]] = []
+    for text in b1 or _choices(what):
+        try:
+            res = minimize(
+                what.f,
+                what.x0,
+                jac=what.grad,
+                b_init=_b1(text, what),
+                tol=tol,
+                max_steps=max_steps,
+                trace=True,
+            )
+        except (ValueError, TypeError, EvaluationError) as error:
+            if b1 is None and text == "lipschitz":
+                print(f"No run from b₁ = lipschitz: {error}")
+                continue
+            fail(str(error))
+        named.append((text, res))
+    held = _show(what, named, None if exact else 1e-6)
+    path = out / f"certify-{Path(what.name).stem}.png"
+    from wngrad.cli import certify_figure
+
+    certify_figure.draw(named, what.name, what.lipschitz, what.f_star, path)
+    print(f"Wrote {path}.")
+    raise typer.Exit(0 if held else 1)
+
+
+def _choices(problem: Problem) -> list[str]:
     known = problem.lipschitz is not None
     return ["gradient", "lipschitz", *(["0.01L", "L", "100L"] if known else ["0.1", "10"])]
 
 
-def b1(text: str, problem: Problem) -> Any:
+def _b1(text: str, problem: Problem) -> Any:
     if text in ("gradient", "lipschitz"):
         return text
     scale = problem.lipschitz if text.endswith("L") else 1.0
@@ -34,7 +83,7 @@ def b1(text: str, problem: Problem) -> Any:
         ) from error
 
 
-def problem(
+def _problem(
     text: str, x0: str | None, lipschitz: float | None, f_star: float | None
 ) -> tuple[Problem, bool]:
     """The problem, and whether its gradient is exact."""
@@ -81,7 +130,7 @@ def _from_file(text: str, x0: str | None) -> tuple[Problem, bool]:
     return Problem(name, f, finite_difference_gradient(f), start), False
 
 
-def show(problem: Problem, named: list[tuple[str, Result]], rounding: float | None) -> bool:
+def _show(problem: Problem, named: list[tuple[str, Result]], rounding: float | None) -> bool:
     known = f"L = {_text(problem.lipschitz)}, f* = {_text(problem.f_star)}"
     table = Table(title=f"{problem.name}: {known}")
     for column in ("start", "b₁", "points", "at most", "‖∇f‖²", "last b", "claims held", "ended"):

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from wngrad.lab import contestants as contestants_
-from wngrad.lab.contestants import Contestant
-from wngrad.lab.tasks import EVENTS, Event, scale
+from experiments.tournament import contestants as contestants_
+from experiments.tournament.contestants import Contestant
+from experiments.tournament.tasks import EVENTS, Event, scale
+from wngrad.lab.train.loader import did_you_mean
 from wngrad.lab.train.spec import Setting, Sweep
 
 Question = Literal["default", "grid"]
@@ -71,7 +72,10 @@ def _events(tasks: Iterable[str]) -> list[Event]:
     wanted = list(tasks)
     for name in wanted:
         if name not in EVENTS:
-            raise ValueError(f"tournament: `tasks` must be of {', '.join(EVENTS)}, got {name!r}.")
+            close = did_you_mean(name, EVENTS)
+            raise ValueError(
+                f"tournament: `tasks` must be of {', '.join(EVENTS)}, got {name!r}{close}"
+            )
     return [EVENTS[name] for name in wanted or EVENTS]
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wngrad import rule
+from wngrad.lab.train.loader import did_you_mean
 from wngrad.lab.train.update import RULES
 
 Params = Iterable[nn.Parameter]
@@ -321,6 +322,7 @@ def find(names: Iterable[str]) -> tuple[Contestant, ...]:
     for name in wanted:
         if name not in known:
             raise ValueError(
-                f"tournament: `contestants` must be of {', '.join(known)}, got {name!r}."
+                f"tournament: `contestants` must be of {', '.join(known)}, got {name!r}"
+                f"{did_you_mean(name, known)}"
             )
     return tuple(known[name] for name in wanted) or CONTESTANTS

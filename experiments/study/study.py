@@ -94,7 +94,7 @@ def write(rows: list[Row], out: Path) -> list[Path]:
     """The records as JSON, a table as Markdown, and a picture."""
     out.mkdir(parents=True, exist_ok=True)
     record = {
-        "command": "wngrad study",
+        "command": "python -m experiments.study",
         "version": wngrad.__version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
@@ -117,7 +117,7 @@ def markdown(rows: list[Row]) -> str:
         f"Steps until ‖∇f‖² ≤ {TOL:g}, at most {MAX_STEPS:,}: WNGrad (Algorithm 1 to the letter) "
         "and AdaGrad-Norm with b₁ from 10⁻⁶·L to 10⁶·L, constant steps η from 0.01/L to 100/L, and "
         "Remark 2.2's two starts. Everything is deterministic (n = 1 run for each setting). "
-        "Made by `wngrad study`.",
+        "Made by `python -m experiments.study`.",
         "",
         "![Steps against the starting b over L](study.png)",
         "",
@@ -178,6 +178,6 @@ def _reading(rows: list[Row]) -> list[str]:
 
 
 def _draw(rows: list[Row], path: Path) -> None:
-    from wngrad.batch import picture
+    from experiments.study import figure
 
-    picture.study(rows, MAX_STEPS, path)
+    figure.draw(rows, MAX_STEPS, path)

@@ -1,25 +1,25 @@
-"""What the commands of the lab share: run a job under a bar, tell its plan, fail in one line."""
+"""A job of `wngrad run` or `wngrad sweep`: train it under a progress bar, or print its plan."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 from pathlib import Path
-from typing import NoReturn, cast, get_args
+from typing import NoReturn
 
 import typer
 
+from wngrad.cli.messages import fail, make_folder
 from wngrad.lab.run.places import is_address
 from wngrad.lab.run.supervisor import Job, Outcome, supervise
-from wngrad.lab.train.spec import Kind
 
 
-def trained(job: Job, patience: float | None, ray: str | None, cpus: int) -> tuple[Outcome, str]:
+def train(job: Job, patience: float | None, ray: str | None, cpus: int) -> tuple[Outcome, str]:
     """Run a job under a bar; leaves if it was stopped, or could not begin."""
     from wngrad.lab.run.progress import Watch
 
     if not is_address(job.out):
-        make(Path(job.out))
+        make_folder(Path(job.out))
     with Watch(job.sweep.name) as watch:
         if ray is None:
             outcome = supervise(job, watch, patience)
@@ -51,33 +51,3 @@ def plan(job: Job, ray: str | None, cpus: int) -> NoReturn:
         fail(str(error))
     print(*lines, sep="\n")
     raise typer.Exit(0)
-
-
-def numbers(name: str, text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        fail(f"`--{name}` must be numbers with commas, got {text!r}.")
-
-
-def kind(text: str) -> Kind | None:
-    if text not in ("auto", *get_args(Kind)):
-        fail(f"`--program` must be auto, {', '.join(get_args(Kind))}, got {text!r}.")
-    return None if text == "auto" else cast(Kind, text)
-
-
-def fail(message: str) -> NoReturn:
-    """A user's mistake: one line, exit code 2."""
-    print(f"wngrad: {' '.join(message.split())}", file=sys.stderr)
-    raise typer.Exit(2)
-
-
-def warn(text: str) -> None:
-    print(f"wngrad: {text}", file=sys.stderr)
-
-
-def make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"`--out` must be a folder that can be written, got {folder}: {error.strerror}.")

@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.tournament.plan import Part
+from experiments.tournament.records import read
 from wngrad.lab.run import files
-from wngrad.lab.run.store import Store, exported
-from wngrad.lab.tournament import Part
+from wngrad.lab.run.store import Store
 from wngrad.lab.train.spec import Record
 
+ROOT = Path(__file__).parents[2]  # of the checkout: workers import the experiments from it
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXPORT_EVERY = 10.0  # seconds
 SAY_EVERY = 15.0
@@ -129,7 +131,7 @@ class Tournament:
         store, name = self._store(part), f"{part.name}.jsonl"
         for folder in dict.fromkeys((*self.known, self.out)):
             mine = folder.resolve() == self.out.resolve()
-            there = exported(folder / name) if (folder / name).is_file() else []
+            there = read(folder / name) if (folder / name).is_file() else []
             taken = [r for r in _good(there, part) if mine or self._same(r, part)]
             before = store.records()[:1] if taken else []
             if before and before[0].settings != taken[0].settings:
@@ -181,12 +183,13 @@ class Tournament:
         }
         one = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # many workers share
         here = {"WNGRAD_DATA": str(self.data.resolve())} if self.data else {}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         process = subprocess.Popen(
-            [sys.executable, "-m", "wngrad.lab.tournament_slot"],
+            [sys.executable, "-m", "experiments.tournament.slot"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **one, **here},
+            env={**os.environ, **one, **here, "PYTHONPATH": path},
             start_new_session=True,  # Ctrl-C is for us; we pass it on
         )
         assert process.stdin is not None

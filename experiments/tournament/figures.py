@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wngrad.lab.contestants import CONTESTANTS
-from wngrad.lab.tournament_tables import LOSS, Outcome, final
+from experiments.tournament.contestants import CONTESTANTS
+from experiments.tournament.tables import LOSS, Outcome, final
 
 COLUMNS = 2
 # Ours are drawn thick, per tensor dashed; Okabe and Ito's colours where they reach.

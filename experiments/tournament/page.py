@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from wngrad.lab import tournament_figures
-from wngrad.lab.contestants import CONTESTANTS, Contestant
+from experiments.tournament import figures
+from experiments.tournament.contestants import CONTESTANTS, Contestant
+from experiments.tournament.tables import Curve, Outcome, load
 from wngrad.lab.report.builder import _list, _table
 from wngrad.lab.report.cells import Cell, amount, lam_text, lead
-from wngrad.lab.tournament_tables import Curve, Outcome, load
 from wngrad.lab.train.spec import Record
 
 OURS = tuple(who.name for who in CONTESTANTS if who.name.startswith("wn"))
@@ -33,7 +33,7 @@ def write(records: Path, page: Path) -> list[Path]:
     """
     outcomes = load(records)
     folder = page.parent / "figures" / "tournament"
-    pictures = tournament_figures.write(outcomes, folder)
+    pictures = figures.write(outcomes, folder)
     verdict = page.parent / VERDICT
     said = verdict.read_text(encoding="utf-8").strip() if verdict.is_file() else ""
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -357,8 +357,8 @@ def _made(runs: Sequence[Record]) -> list[str]:
         "To make it again:",
         "",
         "```sh",
-        "wngrad tournament --device cuda --workers 14",
-        "wngrad tournament --report",
+        "python -m experiments.tournament --device cuda --workers 14",
+        "python -m experiments.tournament --report",
         "```",
     ]
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from wngrad.lab.contestants import CONTESTANTS, Contestant
+from experiments.tournament.contestants import CONTESTANTS, Contestant
+from experiments.tournament.records import read
+from experiments.tournament.tasks import EVENTS, Event
 from wngrad.lab.report.cells import Cell, Lead, lead
 from wngrad.lab.report.sensitivity import (
     Estimate,
@@ -18,8 +20,6 @@ from wngrad.lab.report.sensitivity import (
     recommended_lam,
     usable_decades,
 )
-from wngrad.lab.run.store import exported
-from wngrad.lab.tasks import EVENTS, Event
 from wngrad.lab.train.spec import Lane, Metric, Record
 
 LOSS: Metric = "test_loss"
@@ -177,7 +177,7 @@ def load(folder: Path) -> list[Outcome]:
     if not found:
         raise ValueError(
             f"tournament: `records` must be a folder with records, got {folder}; "
-            "`wngrad tournament` makes them."
+            "`python -m experiments.tournament` makes them."
         )
     return found
 
@@ -190,7 +190,7 @@ def final(record: Record, metric: Metric) -> float:
 
 
 def _records(path: Path) -> dict[Lane, Record]:
-    return {r.lane: r for r in exported(path)} if path.is_file() else {}
+    return {r.lane: r for r in read(path)} if path.is_file() else {}
 
 
 def _of(records: Mapping[Lane, Record], target: str) -> dict[Lane, Record]:
