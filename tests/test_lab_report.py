@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wngrad.lab.optimizers import OPTIMIZERS, SPARE_STYLES
 from wngrad.lab.recipes import RECIPES
 from wngrad.lab.report import builder, claims, figures, page
 from wngrad.lab.report.cells import Cell
@@ -365,10 +366,12 @@ def test_text_of_a_record_cannot_leave_its_place_in_the_page():
 
 
 def test_optimizers_keep_their_looks_and_strangers_get_one():
-    every = figures.looks(("sgd", "my.module:Fast", "wngrad", "my.module:Slow"))
-    assert every["sgd"] == figures.LOOKS["sgd"]
-    assert len({look.color for look in every.values()}) == 4
-    assert {look.symbol for look in (*figures.LOOKS.values(), *figures.SPARE)} == set(page.GLYPHS)
+    every = figures.styles(("sgd", "my.module:Fast", "wngrad", "my.module:Slow"))
+    assert every["sgd"] == OPTIMIZERS["sgd"].style
+    assert len({style.color for style in every.values()}) == 4
+    known = [*(row.style for row in OPTIMIZERS.values()), *SPARE_STYLES]
+    for part in ("color", "marker", "symbol", "glyph"):
+        assert len({getattr(style, part) for style in known}) == len(known)
 
 
 def marks(final: Callable[[Lane], float | None], marker: str) -> list[int]:

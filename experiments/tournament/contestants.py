@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wngrad import rule
+from wngrad.lab.optimizers import OPTIMIZERS
 from wngrad.lab.train.loader import did_you_mean
-from wngrad.lab.train.update import RULES
 
 Params = Iterable[nn.Parameter]
 Make = Callable[..., Any]  # (params, lr=λ) → an optimizer
@@ -41,7 +41,7 @@ class Contestant:
 
     def target(self, batch_norm: bool = False) -> str:
         """What a sweep calls it: a name that the lab knows, or "module:function"."""
-        if self.name in RULES:
+        if self.name in OPTIMIZERS:
             return self.name
         function = self.batch_norm if batch_norm and self.batch_norm else self.name
         return f"{__name__}:{function.replace('-', '_')}"
@@ -221,10 +221,15 @@ _TORCH = "torch's signature"
 _OURS = "wngrad's signature"
 _OWN = {"package": "wngrad"}
 
+
+def _known(name: str, default: float, source: str, moved: bool, **more: str) -> Contestant:
+    return Contestant(name, OPTIMIZERS[name].label, default, source, moved, **more)
+
+
 CONTESTANTS: tuple[Contestant, ...] = (
-    Contestant("sgd", "SGD", 1e-3, _TORCH, True),
-    Contestant("sgd-momentum", "SGD-Momentum", 1e-3, f"{_TORCH}, momentum 0.9", True),
-    Contestant("adam", "Adam", 1e-3, _TORCH, True),
+    _known("sgd", 1e-3, _TORCH, True),
+    _known("sgd-momentum", 1e-3, f"{_TORCH}, momentum 0.9", True),
+    _known("adam", 1e-3, _TORCH, True),
     Contestant("adamw", "AdamW", 1e-3, f"{_TORCH}, weight decay 0.01", True),
     Contestant("adagrad", "Adagrad", 1e-2, _TORCH, True),
     Contestant(
@@ -235,9 +240,9 @@ CONTESTANTS: tuple[Contestant, ...] = (
         True,
         **_OWN,
     ),
-    Contestant("wngrad", "WNGrad", 1.0, _OURS, True, **_OWN),
+    _known("wngrad", 1.0, _OURS, True, **_OWN),
     Contestant("wngrad-tensor", "WNGrad per tensor", 1.0, _OURS, True, **_OWN),
-    Contestant("wngrad-momentum", "WNGrad-Momentum", 1.0, f"{_OURS}, momentum 0.9", True, **_OWN),
+    _known("wngrad-momentum", 1.0, f"{_OURS}, momentum 0.9", True, **_OWN),
     Contestant(
         "wngrad-momentum-tensor",
         "WNGrad-Momentum per tensor",
@@ -246,7 +251,7 @@ CONTESTANTS: tuple[Contestant, ...] = (
         True,
         **_OWN,
     ),
-    Contestant("wnadam", "WN-Adam", 1.0, _OURS, True, **_OWN),
+    _known("wnadam", 1.0, _OURS, True, **_OWN),
     Contestant("wnadam-tensor", "WN-Adam per tensor", 1.0, _OURS, True, **_OWN),
     Contestant(
         "schedulefree-sgd",

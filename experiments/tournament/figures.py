@@ -9,18 +9,16 @@ from typing import Any
 
 from experiments.tournament.contestants import CONTESTANTS
 from experiments.tournament.tables import LOSS, Outcome, final
+from wngrad.lab.optimizers import OPTIMIZERS
 
 COLUMNS = 2
-# Ours are drawn thick, per tensor dashed; Okabe and Ito's colours where they reach.
-OURS = {
-    "wngrad": "#0072b2",
-    "wngrad-momentum": "#56b4e9",
-    "wnadam": "#009e73",
-}
-LOOKS = {  # color and marker; no marker: no λ
-    "sgd": ("#7a7a7a", "o"),
-    "sgd-momentum": ("#e69f00", "s"),
-    "adam": ("#d55e00", "^"),
+# Ours are drawn thick, per tensor dashed, in the lab's colours.
+OURS = {name: OPTIMIZERS[name].style.color for name in ("wngrad", "wngrad-momentum", "wnadam")}
+STYLES = {  # color and marker; no marker: no λ
+    **{
+        name: (OPTIMIZERS[name].style.color, OPTIMIZERS[name].style.marker)
+        for name in ("sgd", "sgd-momentum", "adam")
+    },
     "adamw": ("#a03000", "v"),
     "adagrad": ("#cc79a7", "<"),
     "adagrad-norm": ("#7b5ea7", ">"),
@@ -98,7 +96,7 @@ def _style(name: str) -> dict[str, Any]:
     if base in OURS:
         dash = "--" if name != base else "-"
         return {"color": OURS[base], "linestyle": dash, "linewidth": 2.0}
-    color, marker = LOOKS[name]
+    color, marker = STYLES[name]
     if not marker:
         return {"color": color, "linestyle": DASHES[name], "linewidth": 1.1}
     return {"color": color, "marker": marker, "markersize": 3.5, "linewidth": 0.9}

@@ -24,6 +24,7 @@ from wngrad.cli.options import (
     Ray,
     SaveEvery,
 )
+from wngrad.lab.optimizers import SWEPT
 from wngrad.lab.train.loader import did_you_mean
 from wngrad.lab.train.spec import Kind
 
@@ -32,7 +33,7 @@ def sweep(
     task: Annotated[str, typer.Argument(help="file.py with a `task`; file.py:name; module:name.")],
     optimizers: Annotated[
         str, typer.Option(help="With commas: names, module:Class, or file.py:function.")
-    ] = "sgd,adam,wngrad,wnadam",
+    ] = ",".join(SWEPT),
     lam_from: Annotated[float, typer.Option(help="The least λ of the grid.")] = 1e-4,
     lam_to: Annotated[float, typer.Option(help="The greatest.")] = 10.0,
     per_decade: Annotated[int, typer.Option(help="How many λ a decade.")] = 2,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
+from wngrad.lab.optimizers import OPTIMIZERS, SWEPT
 from wngrad.lab.report import builder
 from wngrad.lab.report.results import Results
 from wngrad.lab.report.summary import Summary, summarize
@@ -22,9 +23,7 @@ from wngrad.lab.train import loader, models, stack
 from wngrad.lab.train.data import Data
 from wngrad.lab.train.spec import Kind, Sweep
 from wngrad.lab.train.task import Task, find
-from wngrad.lab.train.update import RULES
 
-OPTIMIZERS = ("sgd", "adam", "wngrad", "wnadam")
 BRANCHES_AT_ONCE = 8
 
 
@@ -41,7 +40,7 @@ def plan(
     *,
     lam: Sequence[float],
     seeds: int = 3,
-    optimizers: Sequence[str] = OPTIMIZERS,
+    optimizers: Sequence[str] = SWEPT,
     epochs: int | None = None,
     device: str = "cpu",
     program: Kind | None = None,
@@ -51,7 +50,7 @@ def plan(
 
     Args:
         address: "file.py" (its `task`), "file.py:name" or "module:name".
-        optimizers: names of `wngrad.lab.train.update.RULES`, "module:Class" or "file.py:function";
+        optimizers: names of `wngrad.lab.optimizers`, "module:Class" or "file.py:function";
             what is not a name is called as Class(params, lr=λ).
         device: "cpu", "cuda" or "auto".
         program: how to train side by side, instead of the choice made here.
@@ -62,11 +61,11 @@ def plan(
     """
     task = find(address)
     for name in optimizers:
-        if name not in RULES:
-            loader.load_callable(name, "optimizer", RULES)
+        if name not in OPTIMIZERS:
+            loader.load_callable(name, "optimizer", OPTIMIZERS)
     data = checked(task, address)
     chosen, why = (program, "") if program else _choose(task, data, device)
-    alone = tuple(name for name in optimizers if name not in RULES and chosen != "lone")
+    alone = tuple(name for name in optimizers if name not in OPTIMIZERS and chosen != "lone")
     sweep = Sweep(
         name=task.name,
         claim="How much does the result depend on the learning rate?",

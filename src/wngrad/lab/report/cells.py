@@ -6,19 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from wngrad.lab.optimizers import OPTIMIZERS
 from wngrad.lab.train.spec import Metric
 
 ACCURACY: Metric = "test_accuracy"
 LOSSES: tuple[Metric, ...] = ("train_loss", "test_loss")
 HIGHER: tuple[Metric, ...] = (ACCURACY, "test_score")  # where more is better
 LABELS = {
-    "sgd": "SGD",
-    "sgd-momentum": "SGD-Momentum",
-    "adam": "Adam",
-    "wngrad": "WNGrad",
-    "wngrad-momentum": "WNGrad-Momentum",
-    "wnadam": "WN-Adam",
-    "wngrad-gradient": "WNGrad, b₁ = λ‖g₁‖",
+    **{row.name: row.label for row in OPTIMIZERS.values()},
     "train_loss": "train loss",
     "test_loss": "test loss",
     "test_accuracy": "test accuracy",

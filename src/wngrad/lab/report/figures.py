@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from wngrad.lab.optimizers import OPTIMIZERS, SPARE_STYLES, Style
 from wngrad.lab.report.axes import Axis, axis, marks
 from wngrad.lab.report.cells import Cell, label, lam_text
 from wngrad.lab.report.results import Results
@@ -19,44 +20,19 @@ DASHES = ("-", "--", ":", "-.")
 COLUMNS = 4  # of the legend
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """How an optimizer is drawn, on paper and on the page."""
-
-    color: str
-    marker: str  # matplotlib's
-    symbol: str  # plotly's
-
-
-# Okabe and Ito's colours, which the colour-blind can tell apart; each has its own marker too.
-LOOKS = {
-    "sgd": Look("#7a7a7a", "o", "circle"),
-    "sgd-momentum": Look("#e69f00", "s", "square"),
-    "adam": Look("#d55e00", "^", "triangle-up"),
-    "wngrad": Look("#0072b2", "D", "diamond"),
-    "wngrad-momentum": Look("#56b4e9", "v", "triangle-down"),
-    "wnadam": Look("#009e73", "P", "cross"),
-    "wngrad-gradient": Look("#cc79a7", "X", "x"),
-}
-SPARE = (
-    Look("#8c564b", "p", "pentagon"),
-    Look("#7b5ea7", "h", "hexagon"),
-    Look("#b8a800", "*", "star"),
-    Look("#17a2b8", "<", "triangle-left"),
-)
-
-
-def looks(optimizers: Sequence[str]) -> dict[str, Look]:
-    """A look for every optimizer: its own, or one of the spare ones in turn."""
-    others = [name for name in optimizers if name not in LOOKS]
+def styles(optimizers: Sequence[str]) -> dict[str, Style]:
+    """A style for every optimizer: its own, or one of the spare ones in turn."""
+    others = [name for name in optimizers if name not in OPTIMIZERS]
     spare = {name: _spare(k) for k, name in enumerate(others)}
-    return {name: LOOKS.get(name) or spare[name] for name in optimizers}
+    return {
+        name: OPTIMIZERS[name].style if name in OPTIMIZERS else spare[name] for name in optimizers
+    }
 
 
-def _spare(k: int) -> Look:
+def _spare(k: int) -> Style:
     """After the last, the colours come again with other markers."""
-    color, shape = SPARE[k % len(SPARE)], SPARE[(k + k // len(SPARE)) % len(SPARE)]
-    return Look(color.color, shape.marker, shape.symbol)
+    n = len(SPARE_STYLES)
+    return replace(SPARE_STYLES[(k + k // n) % n], color=SPARE_STYLES[k % n].color)
 
 
 def write(results: Results, notes: Sequence[str], paths: Sequence[Path]) -> None:
@@ -94,20 +70,20 @@ def draw(results: Results, notes: Sequence[str] = ()) -> Any:
 
 def _over_lam(ax: Any, results: Results, metric: Metric) -> None:
     lams, marked, means, on = sorted(results.sweep.lam), False, [], axis(results, metric)
-    for row, (name, look) in enumerate(looks(results.sweep.optimizers).items()):
+    for row, (name, style) in enumerate(styles(results.sweep.optimizers).items()):
         cells = {lam: results.cell(name, lam, metric) for lam in lams}
         drawn = {lam: cell for lam, cell in cells.items() if cell.mean is not None}
         y = [math.nan if on.beyond(cell) else on.height(cell) or 0.0 for cell in drawn.values()]
         sd = [0.0 if on.beyond(cell) else on.bar(cell) for cell in drawn.values()]
         down = [s if s < v or not on.log else 0 for s, v in zip(sd, y, strict=True)]
-        style = _style(look, row, len(results.sweep.optimizers))
-        ax.errorbar(list(drawn), y, yerr=(down, sd), capsize=2, elinewidth=0.9, **style)
+        line = _line_style(style, row, len(results.sweep.optimizers))
+        ax.errorbar(list(drawn), y, yerr=(down, sd), capsize=2, elinewidth=0.9, **line)
         partial = [
             (lam, v) for (lam, cell), v in zip(drawn.items(), y, strict=True) if cell.diverged
         ]
         hollow = {"markerfacecolor": "white", "linestyle": "none", "zorder": 5}
-        ax.plot(*(zip(*partial, strict=True) if partial else ([], [])), **style, **hollow)
-        marked |= _edge(ax, cells, on, row, look)
+        ax.plot(*(zip(*partial, strict=True) if partial else ([], [])), **line, **hollow)
+        marked |= _edge(ax, cells, on, row, style)
         means += [v for v in y if math.isfinite(v)]
     _limits(ax, on, means, len(results.sweep.optimizers) if marked else 0)
     if on.usable is not None:
@@ -119,27 +95,27 @@ def _over_lam(ax: Any, results: Results, metric: Metric) -> None:
     ax.set_title(f"{results.label(metric)} at epoch {results.epochs}")
 
 
-def _style(look: Look, row: int, rows: int) -> dict[str, Any]:
+def _line_style(style: Style, row: int, rows: int) -> dict[str, Any]:
     """Smaller from row to row: what lies beneath still shows where curves coincide."""
     size = 1.0 if rows < 3 else 1.35 - 0.6 * row / (rows - 1)
     bulk = {"markersize": 4.5 * size, "linewidth": 1.4 * size}
-    return {"color": look.color, "marker": look.marker, **bulk}
+    return {"color": style.color, "marker": style.marker, **bulk}
 
 
-def _edge(ax: Any, cells: dict[float, Cell], on: Axis, row: int, look: Look) -> bool:
+def _edge(ax: Any, cells: dict[float, Cell], on: Axis, row: int, style: Style) -> bool:
     """Mark what has no place in the panel, each optimizer in a row of its own."""
     place = ROW * (row + 0.8) if on.higher else 1 - ROW * (row + 0.8)
     lost = [lam for lam, cell in cells.items() if cell.diverged]
     high = [lam for lam, cell in cells.items() if on.beyond(cell) and not cell.diverged]
-    at = {"transform": ax.get_xaxis_transform(), "linestyle": "none", "color": look.color}
+    at = {"transform": ax.get_xaxis_transform(), "linestyle": "none", "color": style.color}
     ax.plot(lost, [place] * len(lost), marker="x", markersize=5, **at)
     hollow = {"markerfacecolor": "white", "markersize": 4.5}
-    ax.plot(high, [place] * len(high), marker=look.marker, **hollow, **at)
+    ax.plot(high, [place] * len(high), marker=style.marker, **hollow, **at)
     return bool(lost or high)
 
 
 def _over_epochs(ax: Any, results: Results, metric: Metric) -> None:
-    every, on = looks(results.sweep.optimizers), axis(results, metric)
+    every, on = styles(results.sweep.optimizers), axis(results, metric)
     means: list[float] = []
     lost: list[tuple[int, str]] = []
     for name, lam, dash in _lines(results):
@@ -149,8 +125,8 @@ def _over_epochs(ax: Any, results: Results, metric: Metric) -> None:
         y = [h for cell in cells[:end] if (h := on.height(cell)) is not None]
         row, step = list(every).index(name), max(1, results.epochs // 6)
         apart = (row * step // len(every), step)  # markers that do not hide each other
-        style = _style(every[name], row, len(every))
-        ax.plot(range(1, len(y) + 1), y, linestyle=dash, markevery=apart, **style)
+        line = _line_style(every[name], row, len(every))
+        ax.plot(range(1, len(y) + 1), y, linestyle=dash, markevery=apart, **line)
         means += y
         if end is not None and cells[end].diverged:
             lost.append((end + 1, every[name].color))
@@ -236,10 +212,10 @@ def _handles(results: Results) -> list[Any]:
     """The legend: optimizers, with their best λ, or with a dash for each named λ."""
     sweep = results.sweep
     out = []
-    for name, look in looks(sweep.optimizers).items():
+    for name, style in styles(sweep.optimizers).items():
         best = None if sweep.curves_at else results.best(name)
         where = f" (best λ = {lam_text(best.lam)})" if best else ""
-        out.append(_line(label(name) + where, color=look.color, marker=look.marker, markersize=5))
+        out.append(_line(label(name) + where, color=style.color, marker=style.marker, markersize=5))
     for lam, dash in _named(results):
         out.append(_line(f"λ = {lam_text(lam)}", color="#333333", linestyle=dash))
     return out

@@ -15,24 +15,11 @@ from wngrad.lab.report.axes import Axis, axis, marks
 from wngrad.lab.report.cells import Cell, label, lam_text
 from wngrad.lab.report.claims import Finding
 from wngrad.lab.report.commands import commands
-from wngrad.lab.report.figures import looks
+from wngrad.lab.report.figures import styles
 from wngrad.lab.report.results import Results
 from wngrad.lab.train.spec import Metric
 
 CLAIMS = ("claim", "source", "measured (mean ± sd)", "n (lanes)", "how judged", "verdict")
-GLYPHS = {  # plotly's symbols as text
-    "circle": "●",
-    "square": "■",
-    "triangle-up": "▲",
-    "diamond": "◆",
-    "triangle-down": "▼",
-    "cross": "✚",
-    "x": "✖",
-    "pentagon": "⬟",
-    "hexagon": "⬢",
-    "star": "★",
-    "triangle-left": "◀",
-}
 
 
 def render(
@@ -152,18 +139,17 @@ def _unbroken(text: str) -> str:
 
 def _optimizers(results: Results) -> list[dict[str, Any]]:
     found = []
-    for name, look in looks(results.sweep.optimizers).items():
+    for name, style in styles(results.sweep.optimizers).items():
         best = results.best(name)
         where = sorted(results.sweep.lam).index(best.lam) if best else None
-        style = {"color": look.color, "symbol": look.symbol, "best": where}
-        found.append({"name": name, "label": label(name), **style})
+        drawn = {"color": style.color, "symbol": style.symbol, "glyph": style.glyph}
+        found.append({"name": name, "label": label(name), "best": where, **drawn})
     return found
 
 
 def _optimizer(found: dict[str, Any]) -> str:
     box = f'<input type="checkbox" checked value="{escape(found["name"])}">'
-    glyph = GLYPHS[found["symbol"]]
-    swatch = f'<span style="color:{found["color"]}" aria-hidden="true">{glyph}</span>'
+    swatch = f'<span style="color:{found["color"]}" aria-hidden="true">{found["glyph"]}</span>'
     return f"<label>{box}{swatch}{escape(found['label'])}</label>\n"
 
 

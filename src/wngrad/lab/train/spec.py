@@ -81,7 +81,7 @@ class Sweep:
     claim: str  # in one sentence
     dataset: str  # "digits", "mnist", "cifar10", or "module:function" that returns a Data
     model: str  # "mlp", "cnn", "resnet18", or "module:function" of (shape, classes)
-    optimizers: tuple[str, ...]  # names of `wngrad.lab.train.update.RULES`, or "module:Class"
+    optimizers: tuple[str, ...]  # names of `wngrad.lab.optimizers`, or "module:Class"
     lam: tuple[float, ...]
     epochs: int
     seeds: tuple[int, ...]

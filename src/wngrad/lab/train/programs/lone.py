@@ -5,7 +5,6 @@ The reference for the other programs, and the way for an optimizer that cannot b
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -13,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from wngrad.lab.optimizers import OPTIMIZERS
 from wngrad.lab.train.data import Data
 from wngrad.lab.train.loader import load_callable
 from wngrad.lab.train.programs.base import Program
 from wngrad.lab.train.spec import Lane, Pack, Sweep
-from wngrad.lab.train.update import RULES
 
 SETTLING = 50  # batches to take batch statistics from
 
@@ -119,17 +118,7 @@ def _switch(model: nn.Module, opt: Any, mode: str) -> None:
 
 def optimizer(lane: Lane, params: list[nn.Parameter], decay: float) -> torch.optim.Optimizer:
     """The real class behind a lane's name."""
-    from wngrad.optim import WNAdam, WNGrad
-
-    factories: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "sgd": torch.optim.SGD,
-        "sgd-momentum": lambda p, **kw: torch.optim.SGD(p, momentum=0.9, **kw),
-        "adam": torch.optim.Adam,
-        "wngrad": WNGrad,
-        "wngrad-momentum": lambda p, **kw: WNGrad(p, momentum=0.9, **kw),
-        "wnadam": WNAdam,
-        "wngrad-gradient": lambda p, **kw: WNGrad(p, b_init="gradient", **kw),
-    }
-    make = factories.get(lane.optimizer) or load_callable(lane.optimizer, "optimizer", RULES)
+    known = OPTIMIZERS.get(lane.optimizer)
+    build = known.build if known else load_callable(lane.optimizer, "optimizer", OPTIMIZERS)
     options = {"weight_decay": decay} if decay else {}
-    return cast(torch.optim.Optimizer, make(params, lr=lane.lam, **options))
+    return cast(torch.optim.Optimizer, build(params, lr=lane.lam, **options))
