@@ -81,11 +81,12 @@ def reached(file: Path, seen: frozenset[str] = frozenset()) -> Iterator[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=module_of)
 def test_a_room_imports_only_what_lies_below_it(file: Path) -> None:
-    room = room_of(module_of(file))
+    module = module_of(file)
+    room = room_of(module)
     for name in reached(file):
         if room is not None:
             assert room_of(name) in {room, *ROOMS[room]}, name
-        elif module_of(file) != "wngrad" and not any(within(module_of(file), top) for top in TOP):
+        elif module != "wngrad" and not any(within(module, top) for top in ("wngrad.lab", *TOP)):
             assert not within(name, "wngrad.lab"), name
 
 
@@ -112,7 +113,8 @@ def test_every_room_is_there() -> None:
 def test_the_lab_has_no_module_outside_its_rooms() -> None:
     modules = {module_of(file) for file in FILES}
     lab = {name for name in modules if within(name, "wngrad.lab")} - {"wngrad.lab"}
-    assert {name for name in lab if room_of(name) is None} == set()
+    outside = {name for name in lab if room_of(name) is None}
+    assert outside == {"wngrad.lab.data", "wngrad.lab.spec"}  # old addresses that the docs named
 
 
 def test_no_module_has_the_name_of_a_library_or_of_anything() -> None:

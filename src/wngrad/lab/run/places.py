@@ -53,10 +53,10 @@ def find(home: Path | str) -> tuple[Place, Path]:
         fs, path = url_to_fs(str(home))
     except (ImportError, ValueError, OSError) as error:
         raise ValueError(f"lab: `out` {str(home)!r} cannot be reached: {error}.") from error
-    return Away(fs), Path(path)
+    return RemoteFiles(fs), Path(path)
 
 
-class Away:
+class RemoteFiles:
     """What fsspec can reach. Locks hold among the processes of one machine only."""
 
     def __init__(self, fs: Any) -> None:

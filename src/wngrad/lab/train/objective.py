@@ -64,7 +64,7 @@ class Classification:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class CustomObjective:
     """A user's own loss and metric, each a mean over the examples it is given."""
 
     loss: Measure

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from wngrad.lab.train import loader
 from wngrad.lab.train.data import Data
-from wngrad.lab.train.objective import Given, Measure
+from wngrad.lab.train.objective import CustomObjective, Measure
 from wngrad.lab.train.spec import Metric, Precision
 
 Pair: TypeAlias = tuple[Tensor, Tensor]  # inputs and targets; the first dimension is the examples
@@ -99,7 +99,7 @@ class Task:
         train, test = self._loaded() if callable(self.train) else (self.train, self.test)
         found = {"train": _pair("train", train), "test": _pair("test", test)}
         tensors = (*found["train"], *found["test"])
-        objective = Given(self.loss, self.metric, self.metric_key or "test_score")
+        objective = CustomObjective(self.loss, self.metric, self.metric_key or "test_score")
         prints = _fingerprint(tensors)
         return Data(self.name, *tensors, 0, prints, objective=objective, model=self.model)
 
