@@ -110,63 +110,25 @@ def _next_b(b: Tensor, g: Tensor, lam: Tensor) -> Tensor:
 
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; each has its own marker too.
-OPTIMIZERS: dict[str, Optimizer] = {
-    row.name: row
-    for row in (
-        Optimizer("sgd", "SGD", Style("#7a7a7a", "o", "circle", "●"), sgd, {}, "torch.optim:SGD"),
-        Optimizer(
-            "sgd-momentum",
-            "SGD-Momentum",
-            Style("#e69f00", "s", "square", "■"),
-            sgd_momentum,
-            {"buf": 0},
-            "torch.optim:SGD",
-            {"momentum": MU},
-        ),
-        Optimizer(
-            "adam",
-            "Adam",
-            Style("#d55e00", "^", "triangle-up", "▲"),
-            adam,
-            {"m": 0, "v": 0},
-            "torch.optim:Adam",
-        ),
-        Optimizer(
-            "wngrad",
-            "WNGrad",
-            Style("#0072b2", "D", "diamond", "◆"),
-            wngrad,
-            {"b": 1},
-            "wngrad.optim:WNGrad",
-        ),
-        Optimizer(
-            "wngrad-momentum",
-            "WNGrad-Momentum",
-            Style("#56b4e9", "v", "triangle-down", "▼"),
-            wngrad_momentum,
-            {"b": 1, "buf": 0},
-            "wngrad.optim:WNGrad",
-            {"momentum": MU},
-        ),
-        Optimizer(
-            "wnadam",
-            "WN-Adam",
-            Style("#009e73", "P", "cross", "✚"),
-            wnadam,
-            {"m": 0, "b": 1},
-            "wngrad.optim:WNAdam",
-        ),
-        Optimizer(
-            "wngrad-gradient",
-            "WNGrad, b₁ = λ‖g₁‖",
-            Style("#cc79a7", "X", "x", "✖"),
-            wngrad_gradient,
-            {"b": 0},
-            "wngrad.optim:WNGrad",
-            {"b_init": "gradient"},
-        ),
-    )
-}
+# fmt: off
+_ROWS = (
+    Optimizer("sgd", "SGD", Style("#7a7a7a", "o", "circle", "●"),
+              sgd, {}, "torch.optim:SGD"),
+    Optimizer("sgd-momentum", "SGD-Momentum", Style("#e69f00", "s", "square", "■"),
+              sgd_momentum, {"buf": 0}, "torch.optim:SGD", {"momentum": MU}),
+    Optimizer("adam", "Adam", Style("#d55e00", "^", "triangle-up", "▲"),
+              adam, {"m": 0, "v": 0}, "torch.optim:Adam"),
+    Optimizer("wngrad", "WNGrad", Style("#0072b2", "D", "diamond", "◆"),
+              wngrad, {"b": 1}, "wngrad.optim:WNGrad"),
+    Optimizer("wngrad-momentum", "WNGrad-Momentum", Style("#56b4e9", "v", "triangle-down", "▼"),
+              wngrad_momentum, {"b": 1, "buf": 0}, "wngrad.optim:WNGrad", {"momentum": MU}),
+    Optimizer("wnadam", "WN-Adam", Style("#009e73", "P", "cross", "✚"),
+              wnadam, {"m": 0, "b": 1}, "wngrad.optim:WNAdam"),
+    Optimizer("wngrad-gradient", "WNGrad, b₁ = λ‖g₁‖", Style("#cc79a7", "X", "x", "✖"),
+              wngrad_gradient, {"b": 0}, "wngrad.optim:WNGrad", {"b_init": "gradient"}),
+)
+# fmt: on
+OPTIMIZERS: dict[str, Optimizer] = {row.name: row for row in _ROWS}
 SPARE_STYLES = (  # for optimizers of one's own
     Style("#8c564b", "p", "pentagon", "⬟"),
     Style("#7b5ea7", "h", "hexagon", "⬢"),
