@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from wngrad.lab.data import Data, load
-from wngrad.lab.programs import PROGRAMS, Lone, Program
 from wngrad.lab.recipes import RECIPES
-from wngrad.lab.runner import _precision, environment
-from wngrad.lab.spec import Sweep, packs
+from wngrad.lab.run.session import _precision, environment
+from wngrad.lab.train.data import Data, load
+from wngrad.lab.train.programs import PROGRAMS, Lone, Program
+from wngrad.lab.train.spec import Sweep, packs
 
 
 def epoch(program: Program) -> float:

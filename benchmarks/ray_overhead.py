@@ -23,11 +23,11 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from wngrad.lab.runner import environment
+from wngrad.lab.run.session import environment
 
 PACKS = 64
 SWEEP = f"""
-from wngrad.lab.spec import Sweep
+from wngrad.lab.train.spec import Sweep
 SMALL = Sweep(
     name="small", claim="", dataset="digits", model="mlp", optimizers=("sgd", "wngrad"),
     lam=(0.01, 0.1), epochs=30, seeds=range({PACKS}), lanes_per_pack=4,
@@ -40,7 +40,7 @@ def run(folder: Path, out: str, *more: str) -> dict[str, float]:
     words = ["run", "sweeps:SMALL", "--device", "cpu", "--lanes", "4", "--out", out, *more]
     began = time.perf_counter()
     subprocess.run(
-        [sys.executable, "-m", "wngrad.cli", *words], cwd=folder, check=True, capture_output=True
+        [sys.executable, "-m", "wngrad", *words], cwd=folder, check=True, capture_output=True
     )
     took = time.perf_counter() - began
     lines = (folder / out / "sessions.jsonl").read_text().splitlines()

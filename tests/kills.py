@@ -27,10 +27,10 @@ from typing import Any
 import torch
 
 import small_lab
-from wngrad.lab import worker
-from wngrad.lab.programs import PROGRAMS
-from wngrad.lab.runner import Session
-from wngrad.lab.store import Store
+from wngrad.lab.run import worker
+from wngrad.lab.run.session import Session
+from wngrad.lab.run.store import Store
+from wngrad.lab.train.programs import PROGRAMS
 
 LIMIT = 5.0  # seconds in which an interrupted worker must be gone
 

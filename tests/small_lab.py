@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wngrad.lab.data import Data
-from wngrad.lab.runner import Session
-from wngrad.lab.spec import Pack, Sweep, packs
-from wngrad.lab.store import Store
-from wngrad.lab.supervisor import Job, supervise
+from wngrad.lab.run.session import Session
+from wngrad.lab.run.store import Store
+from wngrad.lab.run.supervisor import Job, supervise
+from wngrad.lab.train.data import Data
+from wngrad.lab.train.spec import Pack, Sweep, packs
 
 
 def blobs(shape: tuple[int, ...], n: int = 200, seed: int = 0) -> Data:

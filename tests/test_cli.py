@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
-from wngrad.batch import study
+import wngrad
+from experiments.study import study
+from experiments.study.__main__ import app as study_app
 from wngrad.cli import app
 
 
@@ -77,9 +81,9 @@ def test_a_mistake_is_one_line_and_exit_code_two(words, message, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def f(x: return 1", "could not be run: SyntaxError"),
-        ("import nothing_of_that_name", "could not be run: ModuleNotFoundError"),
-        ("g = 3", "has no function 'f'"),
+        ("def f(x: return 1", "cannot be imported: SyntaxError"),
+        ("import nothing_of_that_name", "cannot be imported: No module named"),
+        ("g = 3", "has no attribute 'f'"),
         ("def f(x):\n    raise KeyError('w')", "raised KeyError"),
         ("def f(x):\n    return (1.0,)", "must return a value, or (value, gradient)"),
         ("def f(x):\n    return 1.0, [1.0, 2.0]", "must return a value, or (value, gradient)"),
@@ -115,10 +119,43 @@ def test_an_out_that_is_a_file_is_said_before_any_work(tmp_path):
 def test_the_study_writes_records_a_table_and_a_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "MAX_STEPS", 60)
     monkeypatch.setattr(study, "TOL", 1e-1)
-    done = call("study", "--out", str(tmp_path))
+    done = CliRunner().invoke(study_app, ["--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     rows = json.loads((tmp_path / "study.json").read_text())["rows"]
     assert len(rows) == study.size()
     table = (tmp_path / "study.md").read_text()
     assert table.count("\n| ") == 1 + 9 * 5
     assert (tmp_path / "study.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", ["study", "tournament"])
+def test_a_command_that_became_an_experiment_says_what_to_type_now(name):
+    done = call(name, "--out", "anywhere", "--report")
+    assert done.exit_code == 2
+    assert f"python -m experiments.{name}" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_version_is_printed():
+    assert call("--version").stdout == f"wngrad {wngrad.__version__}\n"
+
+
+def test_the_package_is_a_command():
+    command = [sys.executable, "-m", "wngrad", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"wngrad {wngrad.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["certfy"], "certify"),
+        (["certify", "boot"], "booth"),
+        (["run", "figure1"], "figure-1"),
+        (["report", "digit"], "digits"),
+    ],
+)
+def test_a_name_that_is_nearly_right_is_answered_with_the_right_one(words, name):
+    done = call(*words)
+    assert done.exit_code == 2
+    assert f"Did you mean '{name}'?" in done.stderr

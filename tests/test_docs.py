@@ -92,9 +92,9 @@ def test_the_versions_agree():
 @pytest.mark.parametrize("name", ["figure-1", "figure-2", "figure-3"])
 def test_the_figures_pages_are_what_the_records_say(name):
     from wngrad.lab.recipes import RECIPES
-    from wngrad.lab.report import markdown
-    from wngrad.lab.results import Results
-    from wngrad.lab.store import exported
+    from wngrad.lab.report.builder import markdown
+    from wngrad.lab.report.results import Results
+    from wngrad.lab.run.store import exported
 
     results = Results(RECIPES[name], exported(ROOT / "results" / f"{name}.jsonl"))
     findings = [claim.measure(results) for claim in RECIPES[name].claims]

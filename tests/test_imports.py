@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
 import pytest
 
 import wngrad
+import wngrad.lab
 
 
 def fresh(code: str) -> str:
@@ -35,3 +37,10 @@ def test_every_public_name_is_there():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'WNSgd'"):
         _ = wngrad.WNSgd
+
+
+@pytest.mark.parametrize(("module", "name"), [("spec", "Sweep"), ("data", "Data")])
+def test_an_address_that_the_docs_once_named_still_leads_there(module, name):
+    old = importlib.import_module(f"wngrad.lab.{module}")
+    with pytest.deprecated_call(match=f"import {name} from wngrad.lab.train.{module}"):
+        assert getattr(old, name) is getattr(wngrad.lab, name)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from wngrad.cli import app
 
 SWEEP = """
-from wngrad.lab.spec import Sweep
+from wngrad.lab.train.spec import Sweep
 TINY = Sweep(
     name="tiny", claim="It runs.", dataset="digits", model="mlp", optimizers=("sgd", "wngrad"),
     lam=(0.1, 1e9), epochs=2, seeds=(0, 1),

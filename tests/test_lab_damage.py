@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from small_lab import LANE, ONE, PACK, contents, data, half_done, visit
-from wngrad.lab import files
-from wngrad.lab.programs import PROGRAMS, Program
-from wngrad.lab.runner import _records
-from wngrad.lab.spec import Sweep
-from wngrad.lab.store import Store
+from wngrad.lab.run import files
+from wngrad.lab.run.session import _records
+from wngrad.lab.run.store import Store
+from wngrad.lab.train.programs import PROGRAMS, Program
+from wngrad.lab.train.spec import Sweep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -21,8 +21,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wngrad.lab import data
-from wngrad.lab.data import Data, DataError, load
+from wngrad.lab.train import data
+from wngrad.lab.train.data import Data, DataError, load
 
 IMAGES, LABELS, TEST_IMAGES, TEST_LABELS = data.SOURCES["mnist"].files
 BATCHES = list(data.SOURCES["cifar10"].files)

@@ -37,11 +37,11 @@ from small_lab import (
     stopped,
     visit,
 )  # fmt: skip
-from wngrad.lab import files
-from wngrad.lab.programs import PROGRAMS, Program
-from wngrad.lab.runner import _records
-from wngrad.lab.spec import Sweep, packs
-from wngrad.lab.store import Mismatch, Store
+from wngrad.lab.run import files
+from wngrad.lab.run.session import _records
+from wngrad.lab.run.store import Mismatch, Store
+from wngrad.lab.train.programs import PROGRAMS, Program
+from wngrad.lab.train.spec import Sweep, packs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -281,7 +281,7 @@ def test_f9_other_data_another_device_or_note_are_refused(tmp_path, monkeypatch)
     half_done(tmp_path)
     refused(tmp_path, "data", ONE, data=blobs((4,), seed=1))
     refused(tmp_path, "note", ONE, note="on a rainy day")
-    monkeypatch.setattr("wngrad.lab.runner._processor", lambda: "another")
+    monkeypatch.setattr("wngrad.lab.run.session._processor", lambda: "another")
     refused(tmp_path, "device", ONE)
 
 

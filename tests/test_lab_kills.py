@@ -21,10 +21,10 @@ import pytest
 
 import small_lab
 from small_lab import GOOD, LONG, MOODY, SWEEP, contents, visit
-from wngrad.lab.results import Results
-from wngrad.lab.spec import Lane, packs
-from wngrad.lab.store import Store
-from wngrad.lab.supervisor import Job, supervise
+from wngrad.lab.report.results import Results
+from wngrad.lab.run.store import Store
+from wngrad.lab.run.supervisor import Job, supervise
+from wngrad.lab.train.spec import Lane, packs
 
 HERE = Path(__file__).parent
 PACKS = packs(LONG.settings, LONG.seeds, LONG.lanes_per_pack)
@@ -105,7 +105,7 @@ def started(*code_and_words: str) -> subprocess.Popen[str]:
 
 def command(out: Path) -> subprocess.Popen[str]:
     """`wngrad run` of LONG, from a module that does not load torch into the supervisor."""
-    code = f"from wngrad.lab.spec import Sweep\nLONG = Sweep.from_json({LONG.to_json()!r})\n"
+    code = f"from wngrad.lab.train.spec import Sweep\nLONG = Sweep.from_json({LONG.to_json()!r})\n"
     (out.parent / "long_sweep.py").write_text(code)
     path = f"import sys; sys.path.append({str(out.parent)!r}); "
     words = ("run", "long_sweep:LONG", "--out", str(out), "--device", "cpu", "--save-every", "0")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from test_lab_report import SMALL, records, steep
-from wngrad.lab import report
+from wngrad.lab.report import builder
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -36,7 +36,7 @@ DRAWN = '() => document.querySelectorAll(".chart .plot-container").length === 4'
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sweep = replace(SMALL, metrics=("train_loss", "test_accuracy"))
     found = records(sweep, final=steep, note=EVIL)
-    return report.write(sweep, found, tmp_path_factory.mktemp("page"))[0]
+    return builder.write(sweep, found, tmp_path_factory.mktemp("page"))[0]
 
 
 @pytest.fixture(scope="module")

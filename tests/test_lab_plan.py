@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from small_lab import ONE, PACK, STEPS, SWEEP, contents, data, session, visit
 from wngrad.cli import app
-from wngrad.lab import measure, places
-from wngrad.lab.cluster_nodes import Need, Node, _agree, fitting
-from wngrad.lab.files import Damaged
-from wngrad.lab.pack_size import (
+from wngrad.lab.run import places, timing
+from wngrad.lab.run.cluster.nodes import Need, Node, _agree, fitting
+from wngrad.lab.run.files import Damaged
+from wngrad.lab.run.pack_size import (
     Measured,
     Plan,
     choose,
@@ -29,9 +29,9 @@ from wngrad.lab.pack_size import (
     seconds,
     told,
 )
-from wngrad.lab.spec import packs
-from wngrad.lab.store import Store
-from wngrad.lab.supervisor import Job, supervise
+from wngrad.lab.run.store import Store
+from wngrad.lab.run.supervisor import Job, supervise
+from wngrad.lab.train.spec import packs
 
 # Lanes, and the milliseconds of a step: a GPU that is full from 16 lanes on, and a processor that
 # is full with one.
@@ -124,39 +124,39 @@ def test_a_plan_says_packs_lanes_resources_time_and_what_is_done():
 @pytest.mark.parametrize("kind", ["stacked", "branches", "lone"])
 def test_real_programs_are_measured(kind):
     sweep = replace(SWEEP, program=kind, lanes_per_pack=None)
-    found = measure.growing(sweep, data(), "cpu", None)
+    found = timing.growing(sweep, data(), "cpu", None)
     lanes = [m.lanes for m in found]
     assert lanes == sorted({1, 4, 8} & set(lanes))
     assert lanes[0] == 1
     assert all(m.steps == STEPS and m.start > 0 and m.step > 0 and m.test > 0 for m in found)
-    by_kind = measure.sizes(sweep, sweep.cut(sweep.seeds), data(), "cpu")
+    by_kind = timing.sizes(sweep, sweep.cut(sweep.seeds), data(), "cpu")
     assert list(by_kind) == [kind]
 
 
 def test_a_program_that_does_not_fit_in_memory_ends_the_measuring(monkeypatch):
-    real = measure.one
+    real = timing.one
 
     def one(sweep, pack, data, device):
         if len(pack.lanes) > 1:
             raise torch.OutOfMemoryError
         return real(sweep, pack, data, device)
 
-    monkeypatch.setattr(measure, "one", one)
-    assert [m.lanes for m in measure.growing(SWEEP, data(), "cpu", 4)] == [1]
-    monkeypatch.setattr(measure, "one", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError))
+    monkeypatch.setattr(timing, "one", one)
+    assert [m.lanes for m in timing.growing(SWEEP, data(), "cpu", 4)] == [1]
+    monkeypatch.setattr(timing, "one", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError))
     with pytest.raises(torch.OutOfMemoryError):
-        measure.growing(SWEEP, data(), "cpu", 4)
+        timing.growing(SWEEP, data(), "cpu", 4)
 
 
 def test_a_plan_of_a_local_run_counts_what_is_done_and_writes_nothing(tmp_path):
     job = Job(SWEEP, tmp_path / "out", device="cpu")
-    fresh = measure.plan(job)
+    fresh = timing.plan(job)
     assert not (tmp_path / "out").exists()
     assert "8 lanes of 2 epochs in 4 packs, 1 at a time, about " in fresh[-1]
     visit(tmp_path / "out", SWEEP)
     before = contents(tmp_path / "out")
     longer = replace(job, sweep=replace(SWEEP, seeds=(0, 1, 2)))
-    assert "12 lanes of 2 epochs in 6 packs, 4 of them done" in measure.plan(longer)[-1]
+    assert "12 lanes of 2 epochs in 6 packs, 4 of them done" in timing.plan(longer)[-1]
     assert contents(tmp_path / "out") == before
 
 

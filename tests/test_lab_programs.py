@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from small_lab import blobs
-from wngrad.lab import models, stack
-from wngrad.lab.data import Data
-from wngrad.lab.programs import PROGRAMS, Branches, Lone, Program, Stacked
-from wngrad.lab.spec import METRICS, Pack, Sweep, packs
-from wngrad.lab.update import KEEPS, RULES
+from wngrad.lab.optimizers import OPTIMIZERS, Optimizer
+from wngrad.lab.train import models, stack
+from wngrad.lab.train.data import Data
+from wngrad.lab.train.programs import PROGRAMS, Branches, Lone, Program, Stacked
+from wngrad.lab.train.spec import METRICS, Pack, Sweep, packs
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -27,7 +27,7 @@ def narrow_resnet(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 def sweep(model: str = "mlp", **changes: object) -> Sweep:
     base = Sweep(
-        name="t", claim="", dataset="blobs", model=model, optimizers=tuple(RULES),
+        name="t", claim="", dataset="blobs", model=model, optimizers=tuple(OPTIMIZERS),
         lam=(0.003, 0.03), epochs=2, seeds=(0, 1), batch=16, weight_decay=1e-3,
     )  # fmt: skip
     return replace(base, **changes)
@@ -157,8 +157,15 @@ def test_a_state_of_other_lanes_is_refused() -> None:
         p.load(other.state())
 
 
-def test_every_rule_says_what_it_keeps() -> None:
-    assert KEEPS.keys() == RULES.keys()
+@pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_rule_keeps_what_its_row_says(row: Optimizer) -> None:
+    x, lam = torch.ones(1, 1, 2, 3), torch.full((1, 1, 1, 1), 0.1)
+    state = {
+        key: torch.full((1, 1, 2, 1) if key == "b" else x.shape, float(value))
+        for key, value in row.state.items()
+    }
+    _, after = row.rule(x, x, state, lam, torch.ones(()))
+    assert after.keys() == row.state.keys()
 
 
 def test_the_paper_s_networks_have_the_sizes_it_gives() -> None:

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from small_lab import SWEEP, visit
-from wngrad.lab import progress
-from wngrad.lab.progress import Watch
+from wngrad.lab.run import progress
+from wngrad.lab.run.progress import Watch
 
 
 class Terminal(io.StringIO):

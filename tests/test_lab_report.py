@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wngrad.lab import claims, figures, page, report
-from wngrad.lab.cells import Cell
-from wngrad.lab.recipes import RECIPES, commands
-from wngrad.lab.results import Results
-from wngrad.lab.spec import Lane, Record, Sweep
+from wngrad.lab.optimizers import OPTIMIZERS, SPARE_STYLES
+from wngrad.lab.recipes import RECIPES
+from wngrad.lab.report import builder, claims, figures, page
+from wngrad.lab.report.cells import Cell
+from wngrad.lab.report.commands import commands
+from wngrad.lab.report.results import Results
+from wngrad.lab.train.spec import Lane, Record, Sweep
 
 AHEAD = claims.Ahead("WNGrad is ahead.", "test_loss", winner="wngrad", loser="sgd", lam=1.0)
 SMALL = Sweep(
@@ -275,7 +277,7 @@ def test_a_lambda_that_lost_seeds_is_not_the_best():
 
 
 def test_a_report_is_a_page_two_pictures_and_a_summary(tmp_path):
-    paths = report.write(SMALL, records(), tmp_path / "new", notes=["A JPEG copy."])
+    paths = builder.write(SMALL, records(), tmp_path / "new", notes=["A JPEG copy."])
     assert [path.name for path in paths] == [
         "report.html",
         "figure.png",
@@ -298,7 +300,7 @@ def test_a_report_is_a_page_two_pictures_and_a_summary(tmp_path):
 def test_the_order_of_the_records_changes_nothing():
     forth, back = Results(SMALL, records()), Results(SMALL, records()[::-1])
     found = [AHEAD.measure(results) for results in (forth, back)]
-    assert report.markdown(forth, found[:1]) == report.markdown(back, found[1:])
+    assert builder.markdown(forth, found[:1]) == builder.markdown(back, found[1:])
     assert page.render(forth, found[:1], []) == page.render(back, found[1:], [])
 
 
@@ -316,7 +318,7 @@ SUBSETS = {
 @pytest.mark.parametrize("found", SUBSETS.values(), ids=SUBSETS)
 def test_a_report_is_written_from_whatever_is_there(found, tmp_path):
     sweep = replace(SMALL, claims=(AHEAD, TRAINS, WAY, ROBUST), curves_at=(0.1, 1.0))
-    assert all(path.stat().st_size for path in report.write(sweep, found, tmp_path))
+    assert all(path.stat().st_size for path in builder.write(sweep, found, tmp_path))
 
 
 STATES = st.sampled_from(("none", "failed", "lost", "short", "done"))
@@ -334,21 +336,21 @@ def test_no_subset_of_records_makes_a_report_raise(states, draw):
     pairs = zip(SMALL.lanes, states, strict=True)
     results = Results(SMALL, [made[state](lane) for lane, state in pairs if state in made])
     every = [claim.measure(results) for claim in (*SMALL.claims, *(case[0] for case in CASES))]
-    assert "## Claims" in report.markdown(results, every)
+    assert "## Claims" in builder.markdown(results, every)
     assert "{{" not in page.render(results, every, []).partition('<script type="application')[0]
 
 
 @pytest.mark.parametrize("found", [[], [failed(Lane("other", 1.0, 0))]])
 def test_no_record_of_the_sweep_is_the_callers_mistake(found, tmp_path):
     with pytest.raises(ValueError, match="report: `records` must hold a lane of the sweep 'small'"):
-        report.write(SMALL, found, tmp_path)
+        builder.write(SMALL, found, tmp_path)
 
 
 def test_cells_of_a_markdown_table_escape_what_would_break_it():
     found = failed(SMALL.lanes[0], "a | b\n<b>")
     claim = replace(AHEAD, text="one | two")
     results = Results(replace(SMALL, claims=(claim,)), [found])
-    text = report.markdown(results, [claim.measure(results)])
+    text = builder.markdown(results, [claim.measure(results)])
     assert r"| one \| two | paper |" in text
     assert "(a | b &lt;b>)" in text
 
@@ -364,10 +366,12 @@ def test_text_of_a_record_cannot_leave_its_place_in_the_page():
 
 
 def test_optimizers_keep_their_looks_and_strangers_get_one():
-    every = figures.looks(("sgd", "my.module:Fast", "wngrad", "my.module:Slow"))
-    assert every["sgd"] == figures.LOOKS["sgd"]
-    assert len({look.color for look in every.values()}) == 4
-    assert {look.symbol for look in (*figures.LOOKS.values(), *figures.SPARE)} == set(page.GLYPHS)
+    every = figures.styles(("sgd", "my.module:Fast", "wngrad", "my.module:Slow"))
+    assert every["sgd"] == OPTIMIZERS["sgd"].style
+    assert len({style.color for style in every.values()}) == 4
+    known = [*(row.style for row in OPTIMIZERS.values()), *SPARE_STYLES]
+    for part in ("color", "marker", "symbol", "glyph"):
+        assert len({getattr(style, part) for style in known}) == len(known)
 
 
 def marks(final: Callable[[Lane], float | None], marker: str) -> list[int]:
@@ -395,7 +399,7 @@ def test_a_figure_marks_losses_above_its_ceiling_on_the_edge():
 
 def test_importing_the_report_loads_neither_torch_nor_matplotlib():
     code = (
-        "import sys; from wngrad.lab import report; print('torch' in sys.modules, "
+        "import sys; from wngrad.lab.report import builder; print('torch' in sys.modules, "
         "'matplotlib' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import wngrad
-from wngrad.lab.sensitivity import (
+from wngrad.lab.report.sensitivity import (
     Estimate,
     best_lam,
     lr_sensitivity,

@@ -16,18 +16,18 @@ from typer.testing import CliRunner
 
 import wngrad
 from wngrad.cli import app
-from wngrad.lab.programs import PROGRAMS, Branches, Lone, Program, Stacked
 from wngrad.lab.recipes import RECIPES
-from wngrad.lab.spec import Lane, Record, Setting, Sweep, packs
-from wngrad.lab.sweep_plan import (
+from wngrad.lab.sweep import (
     checked,
     grid,
     plan,
-    source,
     why_not_at_once,
     why_not_stacked,
 )
-from wngrad.lab.task import Task, find
+from wngrad.lab.train.loader import fingerprint
+from wngrad.lab.train.programs import PROGRAMS, Branches, Lone, Program, Stacked
+from wngrad.lab.train.spec import Lane, Record, Setting, Sweep, packs
+from wngrad.lab.train.task import Task, find
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -296,7 +296,7 @@ def test_the_compiler_can_read_the_programs_of_a_task(task, kind, monkeypatch) -
         compiled.append(work)
         return torch.compile(work, fullgraph=True, dynamic=False, backend="eager")
 
-    monkeypatch.setattr("wngrad.lab.programs.base.Fused.compiled", traced)
+    monkeypatch.setattr("wngrad.lab.train.programs.base.Fused.compiled", traced)
     assert made(task, kind).curves == eager.curves
     assert len(compiled) >= 3
 
@@ -348,12 +348,12 @@ def test_the_examples_are_tasks_that_pass_the_door() -> None:
 def test_comments_do_not_change_what_a_task_is_and_code_does(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text("x = 1\n")
-    before = source(f"{file}:task")
+    before = fingerprint(f"{file}:task")
     file.write_text("# one\nx = 1\n")
-    assert source(str(file)) == before
+    assert fingerprint(str(file)) == before
     file.write_text("x = 2\n")
-    assert source(str(file)) != before
-    assert source("package.module:TASK") == ""
+    assert fingerprint(str(file)) != before
+    assert fingerprint("package.module:TASK") == ""
 
 
 # ---------------------------------------------------------------------------- the door

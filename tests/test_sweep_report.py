@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from wngrad.lab import figures, report, sweep_table
-from wngrad.lab.axes import axis, marks
-from wngrad.lab.results import Results
-from wngrad.lab.sensitivity import lr_sensitivity, usable_decades
-from wngrad.lab.spec import Lane, Record, Sweep
+from wngrad.lab.report import builder, figures, sweep_table
+from wngrad.lab.report.axes import axis, marks
+from wngrad.lab.report.results import Results
+from wngrad.lab.report.sensitivity import lr_sensitivity, usable_decades
+from wngrad.lab.train.spec import Lane, Record, Sweep
 
 SWEEP = Sweep(
     name="mine", claim="Does it depend on λ?", dataset="mine", model="mine",
@@ -167,12 +167,12 @@ def test_a_loss_below_zero_is_drawn_on_a_linear_axis(tmp_path):
     results = Results(SWEEP, low)
     assert not axis(results, "test_loss").log
     assert figures.draw(results).get_axes()[0].get_yscale() == "linear"
-    assert report.write(SWEEP, low, tmp_path)[0].exists()
+    assert builder.write(SWEEP, low, tmp_path)[0].exists()
 
 
 def test_the_summary_holds_the_table_how_it_was_run_and_the_command(tmp_path):
     how = ("sgd: stacked.", "peers:Fast: 12 separate runs: it is run as it is.")
-    report.write(SWEEP, records(), tmp_path, notes=how, recipe="wngrad sweep mine.py --seeds 3")
+    builder.write(SWEEP, records(), tmp_path, notes=how, recipe="wngrad sweep mine.py --seeds 3")
     text = (tmp_path / "summary.md").read_text()
     assert "| WNGrad | 1.01 ± 0.01 (n = 3) |" in text
     assert all(f"- {line}" in text for line in how)
@@ -182,7 +182,7 @@ def test_the_summary_holds_the_table_how_it_was_run_and_the_command(tmp_path):
 
 def test_a_sweep_of_which_every_lane_failed_still_has_a_report(tmp_path):
     lost = [Record(lane, "failed", "TypeError: no", None, {}) for lane in SWEEP.lanes]
-    report.write(SWEEP, lost, tmp_path)
+    builder.write(SWEEP, lost, tmp_path)
     assert "36 of 36 lanes failed" in (tmp_path / "summary.md").read_text()
 
 
@@ -197,7 +197,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("there is no Chromium to open the page in")
     evil = replace(SWEEP, metric_name="<b>R²</b>")
-    path: Path = report.write(evil, records(), tmp_path_factory.mktemp("page"))[0]
+    path: Path = builder.write(evil, records(), tmp_path_factory.mktemp("page"))[0]
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1366, "height": 900})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -21,17 +22,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from typer.testing import CliRunner
 
-from wngrad.cli import app
-from wngrad.lab import contestants, data, files, runner, tasks, tournament
-from wngrad.lab import tournament_report as report
-from wngrad.lab import tournament_tables as tables
-from wngrad.lab.contestants import CONTESTANTS, Contestant
-from wngrad.lab.programs.lone import Lone, optimizer
-from wngrad.lab.spec import Lane, Pack, Record, Setting, Sweep
-from wngrad.lab.store import exported
-from wngrad.lab.task import Task
-from wngrad.lab.tasks import EVENTS
-from wngrad.lab.tournament_run import Tournament
+from experiments.tournament import contestants, tables, tasks
+from experiments.tournament import page as report
+from experiments.tournament import plan as tournament
+from experiments.tournament.__main__ import app
+from experiments.tournament.contestants import CONTESTANTS, Contestant
+from experiments.tournament.run import Tournament
+from experiments.tournament.tasks import EVENTS
+from wngrad.lab.run import files, session
+from wngrad.lab.run.store import exported
+from wngrad.lab.train import data
+from wngrad.lab.train.programs.lone import Lone, optimizer
+from wngrad.lab.train.spec import Lane, Pack, Record, Setting, Sweep
+from wngrad.lab.train.task import Task
 
 ROOT = Path(__file__).parents[1]
 NAMES = [who.name for who in CONTESTANTS]
@@ -54,7 +57,7 @@ CLASSES = {
     "adam": "torch.optim:Adam",
     "adamw": "torch.optim:AdamW",
     "adagrad": "torch.optim:Adagrad",
-    "adagrad-norm": "wngrad.lab.contestants:AdaGradNorm",
+    "adagrad-norm": "experiments.tournament.contestants:AdaGradNorm",
     "wngrad": "wngrad.optim:WNGrad",
     "wngrad-tensor": "wngrad.optim:WNGrad",
     "wngrad-momentum": "wngrad.optim:WNGrad",
@@ -482,13 +485,13 @@ def test_a_mistake_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WNGRAD_SCALE", "1")  # to be put back
-    done = CliRunner().invoke(app, ["tournament", *words])
+    done = CliRunner().invoke(app, [*words])
     assert done.exit_code == 2
     assert said in done.output
     assert done.output.count("\n") == 1
 
 
-WINE = ["tournament", "--device", "cpu", "--tasks", "wine"]
+WINE = ["--device", "cpu", "--tasks", "wine"]
 SMALL = ["--contestants", "sgd", "--seeds", "1", "--scale", "0.2"]
 
 
@@ -539,7 +542,7 @@ def test_records_from_elsewhere_are_taken_over_only_where_they_fit(tmp_path: Pat
     known, lane = tmp_path / "known", part.sweep.lanes[0]
     known.mkdir()
     games = Tournament([part], tmp_path / "out", tmp_path / "work", known=[known], note="mine")
-    made_here = runner.environment("cpu") | part.sweep.identity() | {"note": "mine"}
+    made_here = session.environment("cpu") | part.sweep.identity() | {"note": "mine"}
     for settings, taken in (({"note": "theirs"}, 0), ({"torch": "1"}, 0), ({}, 1)):
         found = Record(lane, "done", "", None, {}, made_here | settings, {})
         (known / "wine-default.jsonl").write_bytes(files.seal_json(found.to_json()))
@@ -556,8 +559,16 @@ def test_records_from_elsewhere_are_taken_over_only_where_they_fit(tmp_path: Pat
 def test_whatever_stops_it_nothing_goes_on_and_what_is_done_is_kept(
     tmp_path: Path, number: int
 ) -> None:
-    command = [sys.executable, "-m", "wngrad.cli", *WINE, "--contestants", "sgd,adam,wngrad"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=-3, stderr=-3) as games:
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.tournament",
+        *WINE,
+        "--contestants",
+        "sgd,adam,wngrad",
+    ]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=-3, stderr=-3) as games:
         kept = _soon(lambda: list((tmp_path / "out").glob("tournament/*/records/*.json")))
         games.send_signal(number)
         assert games.wait(60) == (128 + number if number == signal.SIGTERM else -number)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from wngrad.lab.models import mlp, resnet18
+from wngrad.lab.train.models import mlp, resnet18
 
 Shapes = list[tuple[int, ...]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

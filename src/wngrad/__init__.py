@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from wngrad.batch import minimize as minimize
     from wngrad.batch import minimize_stochastic as minimize_stochastic
     from wngrad.batch import scipy_method as scipy_method
-    from wngrad.lab.sensitivity import best_lam as best_lam
-    from wngrad.lab.sensitivity import lr_sensitivity as lr_sensitivity
-    from wngrad.lab.sensitivity import recommended_lam as recommended_lam
-    from wngrad.lab.sensitivity import usable_decades as usable_decades
-    from wngrad.lab.task import Task as Task
+    from wngrad.lab.report.sensitivity import best_lam as best_lam
+    from wngrad.lab.report.sensitivity import lr_sensitivity as lr_sensitivity
+    from wngrad.lab.report.sensitivity import recommended_lam as recommended_lam
+    from wngrad.lab.report.sensitivity import usable_decades as usable_decades
+    from wngrad.lab.train.task import Task as Task
     from wngrad.optim import NeuronGroups as NeuronGroups
     from wngrad.optim import RateSummary as RateSummary
     from wngrad.optim import Released as Released
@@ -54,11 +54,11 @@ _HOMES = {
     "Certificate": "wngrad.batch",
     "Claim": "wngrad.batch",
     "EvaluationError": "wngrad.batch",
-    "Task": "wngrad.lab.task",
-    "best_lam": "wngrad.lab.sensitivity",
-    "lr_sensitivity": "wngrad.lab.sensitivity",
-    "recommended_lam": "wngrad.lab.sensitivity",
-    "usable_decades": "wngrad.lab.sensitivity",
+    "Task": "wngrad.lab.train.task",
+    "best_lam": "wngrad.lab.report.sensitivity",
+    "lr_sensitivity": "wngrad.lab.report.sensitivity",
+    "recommended_lam": "wngrad.lab.report.sensitivity",
+    "usable_decades": "wngrad.lab.report.sensitivity",
 }
 
 __all__ = [*_HOMES, "__version__"]

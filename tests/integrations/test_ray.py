@@ -22,7 +22,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from small_lab import contents
-from wngrad.lab.store import Store
+from wngrad.lab.run.store import Store
 
 TESTS = Path(__file__).parents[1]
 EXAMPLES = TESTS.parent / "examples"
@@ -381,7 +381,7 @@ def test_an_address_at_which_nothing_or_no_ray_answers_is_one_line(here):
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
         assert "no Ray cluster answers there" in refused(here, "--ray", address)
         nobody.listen()
-        soon = "import wngrad.lab.cluster_nodes as nodes; nodes.ANSWER = 3.0"
+        soon = "import wngrad.lab.run.cluster.nodes as nodes; nodes.ANSWER = 3.0"
         said = refused(here, "--ray", address, before=soon)
         assert f"`--ray` {address}: no Ray cluster has answered within 3 s;" in said
     assert "must be local, auto or HOST:PORT" in refused(here, "--ray", "nowhere")

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import sys
-from importlib import import_module
-
-from wngrad.lab.claims import (
+from wngrad.lab.report.claims import (
     Ahead,
     AheadOver,
     AlongTheWay,
@@ -18,8 +13,8 @@ from wngrad.lab.claims import (
     MoreRobust,
     Trains,
 )
-from wngrad.lab.results import Results
-from wngrad.lab.spec import Sweep
+from wngrad.lab.train.loader import load
+from wngrad.lab.train.spec import Sweep
 
 FIGURE_1 = Sweep(
     name="figure-1",
@@ -223,33 +218,13 @@ DIGITS = Sweep(
 RECIPES: dict[str, Sweep] = {sweep.name: sweep for sweep in (FIGURE_1, FIGURE_2, FIGURE_3, DIGITS)}
 
 
-def commands(results: Results, recipe: str = "") -> list[str]:
-    """What to type to make these very results again, and the report."""
-    name, sweep = recipe or results.sweep.name, results.sweep
-    if sweep.task:  # one command does both, and the user has just typed it
-        return [recipe or shlex.join(["wngrad", "sweep", sweep.task])]
-    seeds = len({lane.seed for lane in results.done})
-    words = ["wngrad", "run", name]
-    words += ["--epochs", str(results.epochs)] if results.epochs < sweep.epochs else []
-    words += ["--seeds", str(seeds)] if seeds < len(sweep.seeds) else []
-    words += ["--note", *results.notes()[:1]] if results.notes() else []
-    return [shlex.join(words), shlex.join(["wngrad", "report", name])]
-
-
 def find(name: str) -> Sweep:
     """The recipe called `name`, or the Sweep that "module:attribute" names."""
     if name in RECIPES:
         return RECIPES[name]
-    module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` would
-    try:
-        found = getattr(import_module(module), attribute) if module and attribute else None
-    except Exception as error:  # whatever a user's file may raise
-        what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"lab: `recipe` {name!r} cannot be imported: {what}.") from error
-    if not isinstance(found, Sweep):
+    sweep = load(name, "recipe", RECIPES)
+    if not isinstance(sweep, Sweep):
         raise ValueError(
             f"lab: `recipe` must be one of {', '.join(RECIPES)} or module:sweep, got {name!r}."
         )
-    return found
+    return sweep

@@ -1,0 +1,51 @@
+"""The command line: parse, call one function, print."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+try:
+    import rich  # noqa: F401
+    import typer
+except ImportError:  # pragma: no cover
+    sys.exit("wngrad: the command line needs the extra `lab`: pip install 'wngrad[lab]'.")
+
+import wngrad
+from wngrad.cli import certify, moved, report, run, sweep
+from wngrad.cli.list import list_
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    suggest_commands=True,
+    help="Gradient descent that learns its learning rate: check the theory, study the method.",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"wngrad {wngrad.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command()(certify.certify)
+app.command("list")(list_)
+app.command()(run.run)
+app.command()(sweep.sweep)
+app.command()(report.report)
+moved.add(app)
+
+
+def main() -> None:
+    app(prog_name="wngrad")

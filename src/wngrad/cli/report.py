@@ -1,0 +1,44 @@
+"""`wngrad report`: the page, the figure and the summary of a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wngrad.cli.messages import NEEDS_LAB, fail, warn
+from wngrad.cli.options import Recipe
+
+
+def report(
+    recipe: Recipe,
+    records: Annotated[
+        str | None,
+        typer.Option(help="The folder or address of a run, or a .jsonl file of records."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder; out/RECIPE if not given.")] = None,
+) -> None:
+    """Write the page, the figure and the summary of a sweep from its records. Never trains."""
+    from wngrad.lab import recipes
+    from wngrad.lab.report import builder
+    from wngrad.lab.run.files import Damaged
+    from wngrad.lab.run.places import is_address
+    from wngrad.lab.run.store import Store, exported
+
+    try:
+        sweep = recipes.find(recipe)
+        folder = out or Path("out") / sweep.name
+        source = records or folder
+        store = Store(source, warn=warn)
+        one_file = records is not None and not is_address(records) and not Path(records).is_dir()
+        each = exported(Path(source)) if one_file else store.records()
+        written = builder.write(sweep, each, folder, recipe=recipe)
+        if not one_file:
+            store.export(folder / "records.jsonl")
+        for path in written:
+            print(f"Wrote {path}.")
+    except ImportError as error:
+        fail(f"{NEEDS_LAB} ({error}).")
+    except (ValueError, Damaged, OSError) as error:
+        fail(str(error))

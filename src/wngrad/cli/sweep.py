@@ -1,0 +1,109 @@
+"""`wngrad sweep`: a task of one's own over a grid of λ."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, cast, get_args
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from wngrad.cli import job as jobs
+from wngrad.cli.messages import NEEDS_LAB, fail, warn
+from wngrad.cli.options import (
+    Cpus,
+    Device,
+    DryRun,
+    Lanes,
+    Note,
+    Out,
+    Patience,
+    Ray,
+    SaveEvery,
+)
+from wngrad.lab.optimizers import SWEPT
+from wngrad.lab.train.loader import did_you_mean
+from wngrad.lab.train.spec import Kind
+
+
+def sweep(
+    task: Annotated[str, typer.Argument(help="file.py with a `task`; file.py:name; module:name.")],
+    optimizers: Annotated[
+        str, typer.Option(help="With commas: names, module:Class, or file.py:function.")
+    ] = ",".join(SWEPT),
+    lam_from: Annotated[float, typer.Option(help="The least λ of the grid.")] = 1e-4,
+    lam_to: Annotated[float, typer.Option(help="The greatest.")] = 10.0,
+    per_decade: Annotated[int, typer.Option(help="How many λ a decade.")] = 2,
+    lam: Annotated[str | None, typer.Option(help="The grid itself, with commas.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs at each λ.")] = 3,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Instead of the task's.")] = None,
+    device: Device = "auto",
+    out: Out = None,
+    lanes: Lanes = None,
+    program: Annotated[
+        str, typer.Option(help="auto, or how to run: stacked, branches or lone.")
+    ] = "auto",
+    note: Note = "",
+    patience: Patience = None,
+    save_every: SaveEvery = 30.0,
+    ray: Ray = None,
+    cpus: Cpus = 1,
+    dry_run: DryRun = False,
+) -> None:
+    """How much does your own training depend on the learning rate? Trains, resumes and reports."""
+    from wngrad.lab import sweep as sweeps
+    from wngrad.lab.run.supervisor import Job
+
+    try:
+        grid = _numbers("lam", lam) if lam else sweeps.grid(lam_from, lam_to, per_decade)
+        plan = sweeps.plan(
+            task,
+            lam=grid,
+            seeds=seeds,
+            optimizers=[name.strip() for name in optimizers.split(",") if name.strip()],
+            epochs=epochs,
+            device=device,
+            program=_program(program),
+            lanes=lanes,
+        )
+    except ValueError as error:
+        fail(str(error))
+    usual = Path("out") / sweeps.folder(plan.sweep.name)
+    for line in plan.how:
+        print(line)
+    job = Job(plan.sweep, out or usual, None, device, note, save_every, sized=lanes is not None)
+    if dry_run:
+        jobs.plan(job, ray, cpus)
+    outcome, _ = jobs.train(job, patience, ray, cpus)
+    try:
+        summary = sweeps.report(plan, job.out, usual, shlex.join(["wngrad", *sys.argv[1:]]), warn)
+    except ImportError as error:
+        fail(f"{NEEDS_LAB} ({error}).")
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    table = Table()
+    for head in summary.heads:
+        table.add_column(head, overflow="fold")
+    for row in summary.rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 140).print(table, markup=False)
+    print(*summary.lines, sep="\n")
+    raise typer.Exit(outcome.status)
+
+
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        fail(f"`--{name}` must be numbers with commas, got {text!r}.")
+
+
+def _program(text: str) -> Kind | None:
+    names = ("auto", *get_args(Kind))
+    if text not in names:
+        close = did_you_mean(text, names)
+        fail(f"`--program` must be {', '.join(names)}, got {text!r}{close}")
+    return None if text == "auto" else cast(Kind, text)

@@ -1,0 +1,129 @@
+"""One number of a report: a mean over the seeds with its spread, and one set against another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wngrad.lab.optimizers import OPTIMIZERS
+from wngrad.lab.train.spec import Metric
+
+ACCURACY: Metric = "test_accuracy"
+LOSSES: tuple[Metric, ...] = ("train_loss", "test_loss")
+HIGHER: tuple[Metric, ...] = (ACCURACY, "test_score")  # where more is better
+LABELS = {
+    **{row.name: row.label for row in OPTIMIZERS.values()},
+    "train_loss": "train loss",
+    "test_loss": "test loss",
+    "test_accuracy": "test accuracy",
+    "digits": "scikit-learn's digits",
+    "mnist": "MNIST",
+    "cifar10": "CIFAR-10",
+    "mlp": "two-layer network",
+    "cnn": "convolutional network",
+    "resnet18": "ResNet-18",
+}
+
+
+def label(name: str) -> str:
+    """How a report writes the name of an optimizer, metric, dataset or model."""
+    return LABELS.get(name, name.rpartition(".py:")[2])
+
+
+def lam_text(lam: float) -> str:
+    return f"{lam:.3g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A metric of one optimizer at one λ and epoch: mean and spread over the seeds."""
+
+    metric: Metric
+    mean: float | None  # over the seeds that did not diverge
+    sd: float | None  # the sample standard deviation; None for fewer than two seeds
+    n: int  # seeds that did not diverge
+    diverged: int  # seeds that did
+    by_seed: tuple[tuple[int, float], ...] = ()  # the values, to be paired with another cell's
+
+    @classmethod
+    def of(cls, metric: Metric, values: Sequence[float], seeds: Sequence[int] = ()) -> Cell:
+        """From one value per seed, nan where it diverged."""
+        good = [v for v in values if math.isfinite(v)]
+        n, lost = len(good), len(values) - len(good)
+        if not good:
+            return cls(metric, None, None, 0, lost)
+        mean = sum(v / n for v in good)  # divided first: a sum of huge losses would overflow
+        sd = math.hypot(*(v - mean for v in good)) / math.sqrt(n - 1) if n > 1 else None
+        return cls(metric, mean, sd, n, lost, tuple(zip(seeds, values, strict=False)))
+
+    @property
+    def lanes(self) -> int:
+        return self.n + self.diverged
+
+    @property
+    def cost(self) -> float:
+        """For ranking, lower is better: infinite as soon as one seed diverged."""
+        if self.mean is None or self.diverged:
+            return math.inf
+        return -self.mean if self.metric in HIGHER else self.mean
+
+    def __str__(self) -> str:
+        if not self.lanes:
+            return "–"
+        if self.mean is None:
+            return f"diverged ({self.diverged} of {self.lanes})"
+        lost = f"; {self.diverged} of {self.lanes} diverged" if self.diverged else ""
+        return f"{amount(self.metric, self.mean, self.sd)} (n = {self.n}{lost})"
+
+
+def amount(metric: Metric, value: float, spread: float | None) -> str:
+    """`0.0123 ± 0.0004`, or `71.20 ± 0.35 %`; the spread of a single value is a dash."""
+    if metric == ACCURACY:
+        return f"{100 * value:.2f} ± {'–' if spread is None else f'{100 * spread:.2f}'} %"
+    return f"{_three(value)} ± {'–' if spread is None else f'{spread:.2g}'}"
+
+
+def _three(value: float) -> str:
+    """Three digits, zeros at the end too."""
+    return f"{value:#.3g}".rstrip(".")
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """By how much one cell is ahead of another; infinite where one of them diverged."""
+
+    metric: Metric
+    by: float
+    error: float | None  # one standard error of `by`
+
+    @property
+    def noise(self) -> str:
+        small = self.error is not None and abs(self.by) < 2 * self.error
+        return ", within noise" if small else ""
+
+    def __str__(self) -> str:
+        side = "ahead" if self.by > 0 else "behind"
+        if math.isinf(self.by):
+            return f"{side}, by divergence"
+        by = amount(self.metric, abs(self.by), self.error)
+        return f"{side} by {by} (standard error){self.noise}"
+
+
+def lead(first: Cell, second: Cell) -> Lead:
+    """How far the first is ahead of the second; behind, if both diverged."""
+    if math.inf in (first.cost, second.cost):
+        return Lead(first.metric, math.inf if first.cost < second.cost else -math.inf, None)
+    return Lead(first.metric, second.cost - first.cost, _paired_error(first, second))
+
+
+def _paired_error(first: Cell, second: Cell) -> float | None:
+    """The standard error of the mean difference, seed by seed.
+
+    Lanes of one seed share their first weights and the order of the data, so that most of the
+    spread over the seeds is common to both cells and cancels.
+    """
+    mine, its = dict(first.by_seed), dict(second.by_seed)
+    gaps = [mine[seed] - its[seed] for seed in mine.keys() & its.keys()]
+    apart = Cell.of(first.metric, gaps)
+    return None if apart.sd is None else apart.sd / math.sqrt(apart.n)

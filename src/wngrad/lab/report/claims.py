@@ -1,0 +1,335 @@
+"""What the paper says of its experiments, as data that can be measured.
+
+A claim holds or does not hold by a rule that stands beside it; where lanes are missing it is not
+judged at all. A lead that is smaller than two standard errors of it is called noise, and still
+counts for the side that has it: the reader is told both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from wngrad.lab.report.cells import ACCURACY, Cell, Lead, label, lam_text, lead
+from wngrad.lab.report.results import NEAR, Best, Results
+from wngrad.lab.train.spec import Metric
+
+Verdict = tuple[str, bool, Sequence[Cell]]  # what was measured, does it hold, and from what
+GUESSING = 2.3  # ln 10, the loss of guessing among ten classes; down: who just guesses is above
+
+
+class UnjudgedError(Exception):
+    """The lanes that are there do not tell; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A claim beside what was measured."""
+
+    text: str
+    source: str
+    measured: str
+    n: int  # lanes that the finding rests on
+    rule: str  # by which it was judged
+    holds: bool | None  # None: cannot be judged, `measured` says why
+
+    @property
+    def verdict(self) -> str:
+        return {True: "holds", False: "does not hold", None: "cannot be judged"}[self.holds]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A statement, in the words of its source; each kind knows how to judge it."""
+
+    text: str
+    source: Literal["paper", "ours"] = field(default="paper", kw_only=True)
+
+    @property
+    def rule(self) -> str:
+        raise NotImplementedError
+
+    def judge(self, results: Results) -> Verdict:
+        raise NotImplementedError
+
+    def measure(self, results: Results) -> Finding:
+        """Set the claim beside the records."""
+        try:
+            measured, holds, cells = self.judge(results)
+        except UnjudgedError as why:
+            return Finding(self.text, self.source, str(why), 0, self.rule, None)
+        n = sum(cell.lanes for cell in cells)
+        return Finding(self.text, self.source, measured, n, self.rule, holds)
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead(Claim):
+    """One optimizer has the better final mean at one λ."""
+
+    metric: Metric
+    winner: str
+    loser: str
+    lam: float
+
+    @property
+    def rule(self) -> str:
+        return f"{label(self.winner)} has the better mean {label(self.metric)} at the last epoch"
+
+    def judge(self, results: Results) -> Verdict:
+        lam = results.nearest(self.lam)
+        cells = [_cell(results, name, lam, self.metric) for name in (self.winner, self.loser)]
+        ahead = lead(*cells)
+        text = f"{label(self.winner)} {cells[0]}, {label(self.loser)} {cells[1]}{ahead.noise}"
+        return text, ahead.by > 0, cells
+
+
+@dataclass(frozen=True, slots=True)
+class AheadOver(Claim):
+    """One optimizer has the better final mean at every λ of a range."""
+
+    metric: Metric
+    winner: str
+    loser: str
+    lo: float
+    hi: float
+
+    @property
+    def rule(self) -> str:
+        winner, metric = label(self.winner), label(self.metric)
+        return f"{winner} has the better mean {metric} at every λ from {self.lo:g} to {self.hi:g}"
+
+    def judge(self, results: Results) -> Verdict:
+        lams = _between(results, self.lo, self.hi)
+        leads, cells = _leads(results, self.winner, self.loser, self.metric, lams)
+        lost = [lam for lam in lams if not leads[lam].by > 0]
+        least = min(lams, key=lambda lam: leads[lam].by)
+        text = f"ahead at {len(lams) - len(lost)} of {len(lams)} λ"
+        text += f", not at {_lams(lost)}" if lost else ""
+        return f"{text}; narrowest at λ = {lam_text(least)}: {leads[least]}", not lost, cells
+
+
+@dataclass(frozen=True, slots=True)
+class Level(Claim):
+    """Two optimizers do equally well at every λ below a limit."""
+
+    metric: Metric
+    first: str
+    second: str
+    below: float
+    within: float
+
+    @property
+    def rule(self) -> str:
+        much = f"{100 * self.within:g} points" if self.metric == ACCURACY else f"{self.within:g}"
+        means = f"the means of the {label(self.metric)}"
+        return f"{means} differ by at most {much} at every λ below {self.below:g}"
+
+    def judge(self, results: Results) -> Verdict:
+        lams = _between(results, 0, self.below * (1 - 2 * NEAR))
+        leads, cells = _leads(results, self.first, self.second, self.metric, lams)
+        far = [lam for lam in lams if not abs(leads[lam].by) <= self.within]
+        most = max(lams, key=lambda lam: abs(leads[lam].by))
+        text = f"level at {len(lams) - len(far)} of {len(lams)} λ; widest at λ = {lam_text(most)}"
+        return f"{text}: {label(self.first)} is {leads[most]}", not far, cells
+
+
+@dataclass(frozen=True, slots=True)
+class BestAt(Claim):
+    """An optimizer's best λ is this one of the grid."""
+
+    metric: Metric
+    optimizer: str
+    lam: float
+
+    @property
+    def rule(self) -> str:
+        what = f"{label(self.optimizer)}'s mean {label(self.metric)}"
+        return f"of all λ, {what} at the last epoch is best at {self.lam:g}"
+
+    def judge(self, results: Results) -> Verdict:
+        best = _best(results, self.optimizer, self.metric)
+        named = results.nearest(self.lam)
+        there = results.cell(self.optimizer, named, best.cell.metric)
+        text = f"best at λ = {lam_text(best.lam)}: {label(best.cell.metric)} {best.cell}"
+        if best.lam != named:
+            text += f"; at {lam_text(named)}: {there}{lead(best.cell, there).noise}"
+        cells = [results.cell(self.optimizer, lam, best.cell.metric) for lam in results.sweep.lam]
+        return text, best.lam == named, cells
+
+
+@dataclass(frozen=True, slots=True)
+class AlongTheWay(Claim):
+    """Each at its best λ, one optimizer is ahead during the training and at its end."""
+
+    metric: Metric
+    winner: str
+    loser: str
+    share: float = 0.9
+
+    @property
+    def rule(self) -> str:
+        return (
+            f"each at its best λ, {label(self.winner)} has the better mean {label(self.metric)} at "
+            f"the last epoch and in at least {self.share:.0%} of all epochs"
+        )
+
+    def judge(self, results: Results) -> Verdict:
+        bests = [_best(results, name) for name in (self.winner, self.loser)]
+        curves = [results.curve(best.optimizer, best.lam, self.metric) for best in bests]
+        leads = [lead(*pair) for pair in zip(*curves, strict=True)]
+        ahead = sum(lead.by > 0 for lead in leads)
+        where = " and ".join(f"{label(b.optimizer)} at {lam_text(b.lam)}" for b in bests)
+        text = f"{where}: ahead in {ahead} of {len(leads)} epochs; at the end {leads[-1]}"
+        holds = ahead >= self.share * len(leads) and leads[-1].by > 0
+        return text, holds, [curve[-1] for curve in curves]
+
+
+@dataclass(frozen=True, slots=True)
+class Trains(Claim):
+    """One optimizer trains at every λ up to a limit, and its rival does not."""
+
+    optimizer: str
+    rival: str
+    up_to: float
+    start: float = 0.0  # Below it, too small a λ has not trained anything yet.
+    below: float = GUESSING
+
+    @property
+    def rule(self) -> str:
+        since = f"from {self.start:g} " if self.start else ""
+        return (
+            f"at every λ {since}up to {self.up_to:g} every seed of {label(self.optimizer)} ends "
+            f"with a train loss below {self.below:g}, that of guessing; {label(self.rival)} fails "
+            "this at some λ"
+        )
+
+    def judge(self, results: Results) -> Verdict:
+        lams = _between(results, self.start, self.up_to)
+        every: list[Cell] = []
+        said, failed = [], []
+        for name in (self.optimizer, self.rival):
+            cells = {lam: _cell(results, name, lam, "train_loss") for lam in lams}
+            fails = [lam for lam in lams if not self._trains(results, name, lam)]
+            worst = max(lams, key=lambda lam: (cells[lam].diverged, cells[lam].cost))
+            text = f"{label(name)} trains at {len(lams) - len(fails)} of {len(lams)} λ"
+            text += f", not at {_lams(fails)}" if fails else ""
+            said.append(f"{text}; worst {cells[worst]} at λ = {lam_text(worst)}")
+            every += cells.values()
+            failed.append(fails)
+        return ". ".join(said), not failed[0] and bool(failed[1]), every
+
+    def _trains(self, results: Results, optimizer: str, lam: float) -> bool:
+        values = results.values(optimizer, lam, "train_loss")
+        return all(value < self.below for value in values)  # False for nan
+
+
+@dataclass(frozen=True, slots=True)
+class MoreRobust(Claim):
+    """One optimizer does well at more λ of the grid than another (`Results.usable`)."""
+
+    robust: str
+    fragile: str
+    within: float = 0.05
+
+    @property
+    def rule(self) -> str:
+        return (
+            f"{label(self.robust)} has a mean test accuracy within {100 * self.within:g} points "
+            "of the best of all optimizers at more λ"
+        )
+
+    def judge(self, results: Results) -> Verdict:
+        cells, said, counts = [], [], []
+        for name in (self.robust, self.fragile):
+            cells += [_cell(results, name, lam, ACCURACY) for lam in results.sweep.lam]
+            lams = results.usable(name, self.within)
+            where = f" ({', '.join(map(lam_text, sorted(lams)))})" if lams else ""
+            said.append(f"{label(name)} at {len(lams)} of {len(results.sweep.lam)} λ{where}")
+            counts.append(len(lams))
+        text = f"{', '.join(said)}; the best is {_top(results)}"
+        return text, counts[0] > counts[1], cells
+
+
+@dataclass(frozen=True, slots=True)
+class Generalizes(Claim):
+    """At one λ an optimizer still does fairly well on the test set."""
+
+    optimizer: str
+    lam: float
+    within: float = 0.1
+
+    @property
+    def rule(self) -> str:
+        points = f"{100 * self.within:g} points"
+        return f"the mean test accuracy is within {points} of the best of all optimizers"
+
+    def judge(self, results: Results) -> Verdict:
+        lam = results.nearest(self.lam)
+        cell = _cell(results, self.optimizer, lam, ACCURACY)
+        holds = lam in results.usable(self.optimizer, self.within)
+        return f"{cell}; the best is {_top(results)}", holds, [cell]
+
+
+@dataclass(frozen=True, slots=True)
+class Flat(Claim):
+    """An optimizer ends at the same place from every λ."""
+
+    metric: Metric
+    optimizer: str
+    within: float = 0.01
+
+    @property
+    def rule(self) -> str:
+        return f"over all λ, the mean {label(self.metric)} varies by at most {self.within:.0%}"
+
+    def judge(self, results: Results) -> Verdict:
+        lams = results.sweep.lam
+        cells = [_cell(results, self.optimizer, lam, self.metric) for lam in lams]
+        low, high = (extreme(cells, key=lambda cell: cell.cost) for extreme in (min, max))
+        text = f"lowest {low}, highest {high}, over {len(lams)} λ"
+        if low.mean is None or high.mean is None or high.diverged:
+            return text, False, cells
+        return text, abs(high.mean - low.mean) <= self.within * abs(low.mean), cells
+
+
+def _leads(
+    results: Results, first: str, second: str, metric: Metric, lams: Sequence[float]
+) -> tuple[dict[float, Lead], list[Cell]]:
+    pairs = [[_cell(results, name, lam, metric) for name in (first, second)] for lam in lams]
+    leads = {lam: lead(*pair) for lam, pair in zip(lams, pairs, strict=True)}
+    return leads, [cell for pair in pairs for cell in pair]
+
+
+def _cell(results: Results, optimizer: str, lam: float, metric: Metric) -> Cell:
+    cell = results.cell(optimizer, lam, metric)
+    if not cell.lanes:
+        raise UnjudgedError(f"no run of {label(optimizer)} at λ = {lam_text(lam)}")
+    return cell
+
+
+def _best(results: Results, optimizer: str, metric: Metric | None = None) -> Best:
+    for lam in results.sweep.lam:
+        _cell(results, optimizer, lam, results.sweep.metrics[1])
+    best = results.best(optimizer, metric)
+    if best is None:
+        raise UnjudgedError(f"{label(optimizer)} has no λ at which no seed diverged")
+    return best
+
+
+def _top(results: Results) -> str:
+    best = results.best_of_all(ACCURACY)
+    if best is None:
+        raise UnjudgedError("every λ of every optimizer has a seed that diverged")
+    return f"{best.cell}, {label(best.optimizer)} at λ = {lam_text(best.lam)}"
+
+
+def _between(results: Results, lo: float, hi: float) -> list[float]:
+    lams = [lam for lam in results.sweep.lam if lo * (1 - NEAR) <= lam <= hi * (1 + NEAR)]
+    if not lams:
+        raise UnjudgedError(f"the sweep has no λ from {lo:g} to {hi:g}")
+    return sorted(lams)
+
+
+def _lams(lams: Sequence[float]) -> str:
+    return "λ = " + ", ".join(lam_text(lam) for lam in sorted(lams))

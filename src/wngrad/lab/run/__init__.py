@@ -1,0 +1,1 @@
+"""How runs are made: the store, the workers and their supervisor, and Ray."""

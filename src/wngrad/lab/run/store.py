@@ -1,0 +1,263 @@
+"""A folder of records: what has been run, what is running, and where to go on.
+
+    sweep.json            what the folder is for, and its packs; written once, grown, never changed
+    records/LANE.json     one per lane, whole and sealed
+    checkpoints/PACK.pt   the last state of a pack, and PACK.pt.old, the one before
+    locks/                held while a pack is running
+    sessions.jsonl        who worked here, when, and how fast (told apart from the records, which do
+                          not depend on it)
+
+Several processes may share a folder: each pack is run by the one that holds its lock. The folder
+may be anywhere that `places` can reach.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from wngrad.lab.run import files, places
+from wngrad.lab.train.spec import Lane, Pack, Record, Setting, Sweep
+
+
+class Mismatch(ValueError):  # noqa: N818 - a state, and the name callers read
+    """The folder holds another sweep, or one made under other conditions."""
+
+
+class Store:
+    """The records, checkpoints and locks of one sweep."""
+
+    def __init__(
+        self, home: Path | str, warn: Callable[[str], None] = lambda message: None
+    ) -> None:
+        self.home, self.warn = home, warn
+        self.place, self.folder = places.find(home)
+        self._written: set[Path] = set()  # checkpoints known to be whole: this process wrote them
+
+    def open(self, sweep: Sweep, conditions: dict[str, Any]) -> list[Pack]:
+        """The packs that hold the lanes of `sweep`; those that are new are added.
+
+        Args:
+            sweep: may have more epochs or seeds than before; nothing else may differ.
+            conditions: what would change the numbers: precision, device, versions, data, note.
+        """
+        for name in ("records", "checkpoints", "locks"):
+            self.place.make(self.folder / name)
+        with self.place.lock(self.folder / "locks" / "sweep", wait=True):
+            known, planned, added = self._planned(sweep, conditions)
+            if added or not planned:
+                entries = [_entry(pack) for pack in (*planned, *added)]
+                self._write(self.folder / "sweep.json", {**known, "packs": entries})
+            return _asked(sweep, (*planned, *added))
+
+    def packs(self, sweep: Sweep, conditions: dict[str, Any]) -> list[Pack]:
+        """What `open` would return; nothing is written."""
+        _, planned, added = self._planned(sweep, conditions)
+        return _asked(sweep, (*planned, *added))
+
+    def cut(self) -> list[Pack]:
+        """The packs that are settled already."""
+        return [_pack(entry) for entry in (self._manifest() or {"packs": []})["packs"]]
+
+    def _planned(
+        self, sweep: Sweep, conditions: dict[str, Any]
+    ) -> tuple[dict[str, Any], list[Pack], list[Pack]]:
+        wanted = {**sweep.identity(), **conditions}
+        known = self._manifest() or {"settings": self._recorded() or wanted, "packs": []}
+        if known["settings"] != wanted:
+            raise Mismatch(self._differences(known["settings"], wanted))
+        planned = [_pack(entry) for entry in known["packs"]]
+        return known, planned, _added(sweep, planned)
+
+    def missing(self, pack: Pack, settings: dict[str, Any], epochs: int) -> list[Lane]:
+        """The lanes of a pack that have no record of so many epochs under these settings."""
+
+        def done(record: Record | None) -> bool:
+            return (
+                record is not None
+                and record.status == "done"
+                and record.settings == settings
+                and record.epochs >= epochs
+            )
+
+        return [lane for lane in pack.lanes if not done(self.record(lane))]
+
+    def record(self, lane: Lane) -> Record | None:
+        """The lane's record; None if there is none that can be read."""
+        return self._read_record(self._record_path(lane))
+
+    def _read_record(self, path: Path) -> Record | None:
+        try:
+            data = self.place.read(path)
+            return None if data is None else Record.from_json(files.open_json(data, str(path)))
+        except files.Damaged as error:
+            self._set_aside(path, error)
+            return None
+
+    def write_record(self, record: Record) -> None:
+        self._write(self._record_path(record.lane), record.to_json())
+
+    def records(self) -> list[Record]:
+        """All records that can be read."""
+        folder = self.folder / "records"
+        paths = [folder / name for name in self.place.names(folder) if name.endswith(".json")]
+        return [record for path in paths if (record := self._read_record(path)) is not None]
+
+    def export(self, path: Path) -> None:
+        """All records as one file of lines, each sealed: small enough to keep and to send."""
+        lines = [files.seal_json(record.to_json()) for record in self.records()]
+        files.write(path, b"".join(lines))
+
+    def save(self, pack: Pack, sealed: bytes) -> None:
+        """Keep a pack's sealed state; the one before stays until this one is whole."""
+        path = self._checkpoint_path(pack)
+        if path in self._written or self._readable(path):
+            self._written.discard(path)  # if the new one cannot be written, there is none
+            self.place.move(path, self._old(path))
+        self.place.write(path, sealed)
+        self._written.add(path)
+
+    def load(self, pack: Pack) -> Any | None:
+        """The last state of a pack that can be read, or None."""
+        path, damaged = self._checkpoint_path(pack), False
+        for candidate in (path, self._old(path)):
+            try:
+                data = self.place.read(candidate)
+                if data is None:
+                    continue
+                state = files.open_tensors(data, str(candidate))
+            except files.Damaged as error:
+                self._set_aside(candidate, error)
+                damaged = True
+                continue
+            if damaged:
+                self.warn(f"{pack.name} goes on from {candidate.name}, the state before.")
+            return state
+        if damaged:
+            self.warn(f"{pack.name} has no other checkpoint: it starts anew.")
+        return None
+
+    def finish(self, pack: Pack) -> None:
+        """Drop what only an interrupted pack needs."""
+        self.place.remove(self._old(self._checkpoint_path(pack)))
+
+    @contextmanager
+    def claim(self, pack: Pack, patience: float = 0.0) -> Iterator[bool]:
+        """Whether this process may run the pack, for as long as the block lasts.
+
+        Args:
+            patience: seconds to wait for another process that has it.
+        """
+        until = time.monotonic() + patience
+        while True:
+            with self.place.lock(self.folder / "locks" / pack.name, wait=False) as mine:
+                if mine or time.monotonic() >= until:
+                    yield mine
+                    return
+            time.sleep(0.05)
+
+    @contextmanager
+    def lead(self) -> Iterator[bool]:
+        """Whether this process may give out the packs to others, for as long as the block lasts."""
+        self.place.make(self.folder / "locks")
+        with self.place.lock(self.folder / "locks" / "driver", wait=False) as mine:
+            yield mine
+
+    def log(self, entry: dict[str, Any]) -> None:
+        """Add a line to `sessions.jsonl`."""
+        line = (json.dumps(entry, ensure_ascii=False) + "\n").encode()
+        self.place.append(self.folder / "sessions.jsonl", line)
+
+    def _manifest(self) -> dict[str, Any] | None:
+        path = self.folder / "sweep.json"
+        try:
+            data = self.place.read(path)
+            return None if data is None else files.open_json(data, str(path))
+        except files.Damaged as error:
+            # The records and checkpoints say for themselves what they are of.
+            self._set_aside(path, error)
+            return None
+
+    def _recorded(self) -> dict[str, Any] | None:
+        """The settings the records speak of, for a folder that has lost its `sweep.json`."""
+        return next((record.settings for record in self.records()), None)
+
+    def _readable(self, path: Path) -> bool:
+        """Whether `path` may become the fallback: a damaged file must not push out a good one."""
+        try:
+            data = self.place.read(path)
+            return data is not None and files.open_tensors(data, str(path)) is not None
+        except files.Damaged as error:
+            self._set_aside(path, error)
+            return False
+
+    def _set_aside(self, path: Path, error: Exception) -> None:
+        """Say that a file is damaged, and move it out of the way without losing it."""
+        names = (path.with_name(f"{path.name}.damaged-{k}") for k in itertools.count(1))
+        aside = next(name for name in names if not self.place.exists(name))
+        with suppress(FileNotFoundError):  # another process has just done it
+            self.place.move(path, aside)
+        self.warn(f"{error} It is kept as {aside.name}.")
+
+    def _old(self, path: Path) -> Path:
+        """Where the state before is kept; a folder that lies there is moved out of the way."""
+        old = path.with_name(path.name + ".old")
+        if self.place.is_folder(old):
+            self._set_aside(old, files.Damaged(f"{old} is a folder, not a file."))
+        return old
+
+    def _differences(self, before: dict[str, Any], now: dict[str, Any]) -> str:
+        keys = [k for k in {**before, **now} if before.get(k) != now.get(k)]
+        said = "; ".join(f"{k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in keys)
+        return (
+            f"{self.home} holds a sweep made under other conditions ({said}). "
+            "Nothing was changed: choose another folder with --out."
+        )
+
+    def _write(self, path: Path, value: dict[str, Any]) -> None:
+        self.place.write(path, files.seal_json(value))
+
+    def _record_path(self, lane: Lane) -> Path:
+        return self.folder / "records" / f"{lane.name}.json"
+
+    def _checkpoint_path(self, pack: Pack) -> Path:
+        return self.folder / "checkpoints" / f"{pack.name}.pt"
+
+
+def exported(path: Path) -> list[Record]:
+    """The records of a file that `Store.export` wrote; every line must be whole."""
+    data = files.read(path)
+    if data is None:
+        raise FileNotFoundError(f"{path} is not there.")
+    lines = data.splitlines(keepends=True)
+    return [
+        Record.from_json(files.open_json(line, f"{path}, line {k}"))
+        for k, line in enumerate(lines, 1)
+    ]
+
+
+def _added(sweep: Sweep, planned: Sequence[Pack]) -> list[Pack]:
+    """New packs for the lanes that are in none yet. Only seeds can be new."""
+    seeds = {seed for pack in planned for seed in pack.seeds}
+    new = [seed for seed in sweep.seeds if seed not in seeds]
+    return sweep.cut(new, first=len(planned) + 1)
+
+
+def _asked(sweep: Sweep, packs: Sequence[Pack]) -> list[Pack]:
+    lanes = set(sweep.lanes)
+    return [pack for pack in packs if lanes & set(pack.lanes)]
+
+
+def _entry(pack: Pack) -> dict[str, Any]:
+    settings = [[s.optimizer, s.lam] for s in pack.settings]
+    return {"name": pack.name, "settings": settings, "seeds": list(pack.seeds)}
+
+
+def _pack(entry: dict[str, Any]) -> Pack:
+    settings = tuple(Setting(name, lam) for name, lam in entry["settings"])
+    return Pack(entry["name"], settings, tuple(entry["seeds"]))

@@ -1,0 +1,1 @@
+"""What a training run is: its spec, its task, its data, its network, its programs."""

@@ -1,0 +1,240 @@
+"""Many training runs as one program.
+
+Nothing in a program is drawn from a generator that would have to be saved: the seed and the number
+of the step say what comes next. What `state` returns is therefore all there is to a run.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from wngrad.lab.train import models
+from wngrad.lab.train.data import Data
+from wngrad.lab.train.spec import Pack, Sweep
+from wngrad.lab.train.update import Update
+
+TEST_CHUNK = 1000  # examples evaluated at a time: bounds the memory of an evaluation
+
+
+class Program(ABC):
+    """Some lanes in training, one number per lane in every result, in the order of `pack.lanes`."""
+
+    def __init__(self, sweep: Sweep, pack: Pack, data: Data, device: str | torch.device) -> None:
+        self.sweep, self.pack, self.device = sweep, pack, torch.device(device)
+        self.dtype = torch.float64 if sweep.precision == "float64" else torch.float32
+        self.train_x, self.train_y = self._here(data.train_x), self._here(data.train_y)
+        self.test_x, self.test_y = self._here(data.test_x), self._here(data.test_y)
+        self.data, self.objective = data, data.objective
+        self.steps = len(data.train_y) // sweep.batch  # an incomplete last batch is left out
+        if self.steps == 0:
+            raise ValueError(
+                f"lab: `batch` must be at most the {len(data.train_y)} training examples, "
+                f"got {sweep.batch}."
+            )
+        self.epoch, self.step = 0, 0  # epochs finished, steps of the next one done
+        self.curves: dict[str, list[list[float]]] = {name: [] for name in self.objective.curves}
+        self.start: dict[str, list[float]] = {}  # what a test said before the first step
+        seeds = len(pack.seeds)
+        self.order = torch.zeros(seeds, self.steps * sweep.batch, device=self.device).long()
+        self.at = torch.arange(sweep.batch, device=self.device)  # of the next step, in `order`
+        self.total = torch.zeros(len(pack.lanes), dtype=torch.float64, device=self.device)
+        self._shuffle()
+
+    def advance(self, steps: int) -> None:
+        """Train for `steps` steps, or to the end of the epoch if that comes first."""
+        steps = min(steps, self.steps - self.step)
+        if self.epoch == self.step == 0 and not self.start:
+            self.start = self._tested(self._test())
+        self._train(steps)
+        self.step += steps
+        if self.step == self.steps:
+            self._end_epoch()
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as containers of tensors and numbers."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "curves": self.curves,
+            "start": self.start,
+            "total": self.total,
+            "lanes": self._lanes_state(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`."""
+        self._load_lanes(state["lanes"])
+        self.total.copy_(state["total"])
+        self.epoch, self.step = state["epoch"], state["step"]
+        self.curves = {name: list(rows) for name, rows in state["curves"].items()}
+        self.start = dict(state.get("start", {}))
+        self._shuffle()
+
+    @property
+    def diverged(self) -> list[int | None]:
+        """For each lane the first epoch, from 1, whose training loss was not finite."""
+        firsts: list[int | None] = [None] * len(self.pack.lanes)
+        for epoch, losses in reversed(list(enumerate(self.curves["train_loss"], 1))):
+            firsts = [f if math.isfinite(v) else epoch for f, v in zip(firsts, losses, strict=True)]
+        return firsts
+
+    def _end_epoch(self) -> None:
+        self.curves["train_loss"].append((self.total / self.steps).tolist())
+        for name, values in self._tested(self._test()).items():
+            self.curves[name].append(values)
+        self.epoch, self.step = self.epoch + 1, 0
+        self.total.zero_()
+        self._shuffle()
+
+    def network(self, seed: int) -> nn.Module:
+        """A fresh network, drawn from `seed` alone."""
+        return models.network(self.sweep.model, self.data, seed).to(self.device, self.dtype)
+
+    def _here(self, t: Tensor) -> Tensor:
+        return t.to(self.device, self.dtype if t.is_floating_point() else t.dtype)
+
+    def _tested(self, sums: Sequence[Tensor]) -> dict[str, list[float]]:
+        """The means over the test set, by name, one number per lane."""
+        names = self.objective.curves[1:]
+        both = zip(names, sums, strict=True)
+        return {name: (total / len(self.test_y)).tolist() for name, total in both}
+
+    def _totals(self) -> list[Tensor]:
+        """A zero for each lane, for each thing that a test sums."""
+        return [torch.zeros_like(self.total) for _ in self.objective.curves[1:]]
+
+    def _shuffle(self) -> None:
+        """The order of the examples in this epoch: the same for all lanes of a seed."""
+        for row, seed in zip(self.order, self.pack.seeds, strict=True):
+            drawn = np.random.default_rng([seed, self.epoch]).permutation(len(self.train_y))
+            row.copy_(torch.from_numpy(drawn[: row.numel()]))
+        self.at.copy_(torch.arange(self.sweep.batch) + self.step * self.sweep.batch)
+
+    def test_chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The test set, a part at a time."""
+        return zip(*(torch.split(t, TEST_CHUNK) for t in (self.test_x, self.test_y)), strict=True)
+
+    @abstractmethod
+    def _train(self, steps: int) -> None: ...
+
+    @abstractmethod
+    def _test(self) -> Sequence[Tensor]:
+        """What `objective.sums` says of the test set, each a tensor of one number per lane."""
+
+    @abstractmethod
+    def _lanes_state(self) -> Any: ...
+
+    @abstractmethod
+    def _load_lanes(self, state: Any) -> None: ...
+
+
+class Fused(Program):
+    """A program whose step on CUDA is compiled, captured once, and replayed."""
+
+    _step_graph: torch.cuda.CUDAGraph | None = None
+    _test_graph: torch.cuda.CUDAGraph | None = None
+
+    def _train(self, steps: int) -> None:
+        if self.device.type != "cuda":
+            for _ in range(steps):
+                self._one_step()
+            return
+        if self._step_graph is None:
+            self._step_graph = self._captured(self._one_step)
+        for _ in range(steps):
+            self._step_graph.replay()
+        torch.cuda.synchronize()
+
+    def _test(self) -> Sequence[Tensor]:
+        if self.device.type != "cuda":
+            return self._evaluate()
+        if self._test_graph is None:
+            with _capturing(self.sweep.precision):
+                self._sums = self._evaluate()
+            self._test_graph = self._captured(self._evaluate_again)
+        self._test_graph.replay()
+        return self._sums
+
+    def _evaluate_again(self) -> None:
+        for mine, new in zip(self._sums, self._evaluate(), strict=True):
+            mine.copy_(new)
+
+    def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """`work` as a CUDA graph; what its warm-up changed is put back."""
+        before = _cloned(self.state())
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with _capturing(self.sweep.precision), torch.cuda.stream(side):
+            for _ in range(3):
+                work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with _capturing(self.sweep.precision), torch.cuda.graph(graph):
+            work()
+        self.load(before)
+        return graph
+
+    def compiled(self, work: Any) -> Any:
+        if self.device.type != "cuda":
+            return work
+        return torch.compile(work, fullgraph=True, dynamic=False)
+
+    @abstractmethod
+    def _one_step(self) -> None: ...
+
+    @abstractmethod
+    def _evaluate(self) -> Sequence[Tensor]: ...
+
+
+def move(update: Update, grads: Sequence[Tensor]) -> None:
+    """A step as a plain function, which is what a compiler likes."""
+    with torch.no_grad():
+        update(grads)
+
+
+def copy_into(mine: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    if mine.keys() != saved.keys():
+        raise ValueError(f"lab: the checkpoint is of other lanes: {sorted(mine ^ saved.keys())}.")
+    with torch.no_grad():
+        for key, value in saved.items():
+            mine[key].copy_(value)
+
+
+def _cloned(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {key: _cloned(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [_cloned(value) for value in state]
+    return state
+
+
+@contextmanager
+def _capturing(precision: str) -> Iterator[None]:
+    """What holds while a step is compiled and captured, and nowhere else.
+
+    Float32 products in TF32 if the sweep asks for it; cuDNN tries its algorithms; the compiler may
+    meet the same function often, once for each layer and size of batch.
+    """
+    import torch._dynamo
+
+    before, tried = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.benchmark = True
+    try:
+        with torch._dynamo.config.patch(recompile_limit=1000), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.benchmark = tried

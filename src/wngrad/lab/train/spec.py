@@ -1,0 +1,252 @@
+"""What the lab speaks of: a sweep, its lanes, and the record each lane leaves.
+
+A *lane* is one training run: one optimizer, one λ, one seed. A *sweep* is all lanes of an
+experiment. A *pack* is the set of lanes that one program trains together: all settings of the
+pack with each of its seeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Protocol, get_args
+
+# A task's own metric is a score if more of it is better, an error if less.
+Metric = Literal["train_loss", "test_loss", "test_accuracy", "test_score", "test_error"]
+METRICS: tuple[Metric, ...] = ("train_loss", "test_loss", "test_accuracy")  # the paper's
+Precision = Literal["float32", "tf32", "bfloat16", "float64"]
+Kind = Literal["stacked", "branches", "lone"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """An optimizer and its λ: what a lane is, its seed apart."""
+
+    optimizer: str
+    lam: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One training run."""
+
+    optimizer: str
+    lam: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """A short file name, readable and unique."""
+        exact = hashlib.sha256(repr((self.optimizer, self.lam, self.seed)).encode()).hexdigest()
+        words = re.sub(r"[^A-Za-z0-9-]+", "-", self.optimizer)[-40:]
+        return f"{words}-{self.lam:.4g}-seed{self.seed}-{exact[:10]}"
+
+    def __str__(self) -> str:
+        return f"{self.optimizer}, λ = {self.lam:.4g}, seed {self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Lanes that train as one program: every setting with every seed."""
+
+    name: str
+    settings: tuple[Setting, ...]
+    seeds: tuple[int, ...]
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """Seeds outermost: the order of every array that has one entry per lane."""
+        return [Lane(s.optimizer, s.lam, seed) for seed in self.seeds for s in self.settings]
+
+
+class Claim(Protocol):
+    """A sentence about a sweep's results that a report judges; see `wngrad.lab.report.claims`."""
+
+    def measure(self, results: Any, /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """An experiment as data: what to train, over which λ, and what the paper says of it.
+
+    The lanes are every optimizer at every λ, or the `pairs` of both if there are some. A `task`
+    ("file.py:task" or "module:name") brings data, network, loss and metric of its own; `dataset`
+    and `model` are then only names.
+    """
+
+    name: str
+    claim: str  # in one sentence
+    dataset: str  # "digits", "mnist", "cifar10", or "module:function" that returns a Data
+    model: str  # "mlp", "cnn", "resnet18", or "module:function" of (shape, classes)
+    optimizers: tuple[str, ...]  # names of `wngrad.lab.optimizers`, or "module:Class"
+    lam: tuple[float, ...]
+    epochs: int
+    seeds: tuple[int, ...]
+    batch: int = 100
+    weight_decay: float = 0.0
+    program: Kind = "stacked"
+    lanes_per_pack: int | None = None  # None: all lanes in one program
+    precision: Precision = "float32"  # on CUDA; elsewhere float32, unless this is float64
+    # What a report shows: two metrics, at the last epoch over λ and over the epochs at some λ.
+    metrics: tuple[Metric, Metric] = ("train_loss", "test_accuracy")
+    best_by: Metric = "test_accuracy"  # what an optimizer's best λ is chosen by
+    curves_at: tuple[float, ...] = ()  # empty: each optimizer at its own best λ
+    claims: tuple[Claim, ...] = ()
+    cost: str = ""  # measured, with the machine
+    task: str = ""
+    metric_name: str = ""  # what reports call a task's metric
+    pairs: tuple[Setting, ...] = ()  # `optimizers` and `lam` are read from them
+    alone: tuple[str, ...] = ()  # optimizers whose lanes run one after another, as they are
+
+    def __post_init__(self) -> None:
+        if self.pairs:
+            object.__setattr__(self, "pairs", tuple(self.pairs))
+            object.__setattr__(self, "optimizers", _once(p.optimizer for p in self.pairs))
+            object.__setattr__(self, "lam", _once(p.lam for p in self.pairs))
+            if len(set(self.pairs)) < len(self.pairs):
+                raise ValueError(f"Sweep: `pairs` must be each once, got {self.pairs!r}.")
+        for name in ("optimizers", "lam", "seeds"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            if not getattr(self, name) or len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise ValueError(
+                    f"Sweep: `{name}` must be some values, each once, got {getattr(self, name)!r}."
+                )
+        for name, least in (("epochs", 1), ("batch", 1), ("weight_decay", 0)):
+            if not getattr(self, name) >= least:
+                raise ValueError(
+                    f"Sweep: `{name}` must be >= {least}, got {getattr(self, name)!r}."
+                )
+        if min(self.seeds) < 0 or not all(0 <= lam < math.inf for lam in self.lam):
+            raise ValueError(
+                f"Sweep: `seeds` and `lam` must be >= 0, got {self.seeds} and {self.lam}."
+            )
+        if self.program not in get_args(Kind) or self.precision not in get_args(Precision):
+            raise ValueError(
+                f"Sweep: `program` must be one of {get_args(Kind)} and `precision` one of "
+                f"{get_args(Precision)}, got {self.program!r} and {self.precision!r}."
+            )
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        each = tuple(Setting(name, lam) for name in self.optimizers for lam in self.lam)
+        return self.pairs or each
+
+    @property
+    def lanes(self) -> list[Lane]:
+        return [Lane(s.optimizer, s.lam, seed) for seed in self.seeds for s in self.settings]
+
+    def cut(self, seeds: Sequence[int], first: int = 1) -> list[Pack]:
+        """The packs of these seeds: alone, an optimizer can fail without taking others."""
+        groups: dict[bool, list[Setting]] = {False: [], True: []}
+        for setting in self.settings:
+            groups[self._runs_alone(setting)].append(setting)
+        found = packs(groups[False], seeds, self.lanes_per_pack, first)
+        return found + packs(groups[True], seeds, 1, first + len(found))
+
+    def kind(self, pack: Pack) -> Kind:
+        """The program that trains a pack."""
+        return "lone" if self._runs_alone(pack.settings[0]) else self.program
+
+    def _runs_alone(self, setting: Setting) -> bool:
+        return self.program == "lone" or setting.optimizer in self.alone
+
+    def identity(self) -> dict[str, Any]:
+        """What must not change under records that are already there (epochs and seeds may grow)."""
+        later: dict[str, Any] = {  # than the records of the first sweeps, which do not have them
+            "metric_name": self.metric_name,
+            "pairs": [[p.optimizer, p.lam] for p in self.pairs],
+            "alone": list(self.alone),
+        }
+        return {
+            "name": self.name,
+            "dataset": self.dataset,
+            "model": self.model,
+            "optimizers": list(self.optimizers),
+            "lam": list(self.lam),
+            "batch": self.batch,
+            "weight_decay": self.weight_decay,
+            "program": self.program,
+            **{key: value for key, value in later.items() if value},
+        }
+
+    def scaled(self, *, epochs: int | None = None, seeds: int | None = None) -> Sweep:
+        """The same sweep with fewer or more epochs and seeds."""
+        return replace(
+            self,
+            epochs=self.epochs if epochs is None else epochs,
+            seeds=self.seeds if seeds is None else tuple(range(seeds)),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The sweep as plain data, its claims apart: they are for reports."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "claims"}
+        return plain | {"pairs": [[p.optimizer, p.lam] for p in self.pairs]}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Sweep:
+        plain: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in found.items()
+        }
+        return cls(**plain | {"pairs": tuple(Setting(*pair) for pair in plain.get("pairs", ()))})
+
+
+def _once(values: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(values))
+
+
+def packs(
+    settings: Sequence[Setting], seeds: Sequence[int], most: int | None, first: int = 1
+) -> list[Pack]:
+    """Cut settings × seeds into packs of at most `most` lanes, named from number `first` on."""
+    if not settings or not seeds:
+        return []
+    per_pack = len(seeds) if most is None else max(1, most // len(settings))
+    width = len(settings) if most is None else min(most, len(settings))
+    cut = [
+        (tuple(settings[k : k + width]), tuple(seeds[s : s + per_pack]))
+        for s in range(0, len(seeds), per_pack)
+        for k in range(0, len(settings), width)
+    ]
+    return [Pack(f"pack-{first + i:04d}", *both) for i, both in enumerate(cut)]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one lane leaves: all that is needed to report it, and to do it again."""
+
+    lane: Lane
+    status: Literal["done", "failed"]
+    reason: str  # why it failed; empty if it did not
+    diverged_at: int | None  # the first epoch (from 1) whose training loss was not finite
+    curves: dict[str, list[float | None]]  # one value per epoch; None where it was not finite
+    settings: dict[str, Any] = field(default_factory=dict)  # Sweep.identity(), precision, data
+    environment: dict[str, Any] = field(default_factory=dict)  # versions, commit, device
+    start: dict[str, float | None] = field(default_factory=dict)  # what was tested before training
+
+    @property
+    def epochs(self) -> int:
+        return len(self.curves.get("train_loss", ()))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.lane.optimizer,
+            "lam": self.lane.lam,
+            "seed": self.lane.seed,
+            "status": self.status,
+            "reason": self.reason,
+            "diverged_at": self.diverged_at,
+            "curves": self.curves,
+            "settings": self.settings,
+            "environment": self.environment,
+            **({"start": self.start} if self.start else {}),
+        }
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Record:
+        lane = Lane(found["optimizer"], found["lam"], found["seed"])
+        names = ("status", "reason", "diverged_at", "curves", "settings", "environment")
+        kept = {name: found[name] for name in names}
+        return cls(lane, **kept, start=found.get("start", {}))

@@ -1,0 +1,160 @@
+"""A training task of your own, in a few lines: what `wngrad sweep` needs to know of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from wngrad.lab.train import loader
+from wngrad.lab.train.data import Data
+from wngrad.lab.train.objective import CustomObjective, Measure
+from wngrad.lab.train.spec import Metric, Precision
+
+Pair: TypeAlias = tuple[Tensor, Tensor]  # inputs and targets; the first dimension is the examples
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A model factory, data, a loss and a metric.
+
+    Args:
+        name: what reports call it, and the folder of its results.
+        model: returns a fresh network; the lab seeds torch's generator before it calls it.
+        train: inputs and targets, the first dimension being the examples. Inputs and targets of
+            floating point are cast to the precision of the run, integers are left as they are.
+            Or a function without arguments that returns (train, test): data that loads when asked.
+        test: as `train`; None if `train` is a function.
+        loss: (output, target) -> the mean loss over a batch: one number, with a gradient.
+        metric: (output, target) -> the mean of what you care about over a batch. The test set is
+            measured 1,000 examples at a time and the parts are averaged by their size.
+        metric_name: what reports call it; "accuracy" is shown in per cent.
+        higher_is_better: whether more of the metric is better.
+        epochs: passes over the training data; an incomplete last batch is left out.
+        batch: examples in a step.
+        weight_decay: given to every optimizer, if it is not 0.
+        precision: on CUDA; elsewhere float32, unless this is float64.
+
+    >>> x = torch.linspace(-1, 1, 200)[:, None]
+    >>> line = Task(
+    ...     name="line",
+    ...     model=lambda: nn.Linear(1, 1),
+    ...     train=(x, 2 * x),
+    ...     test=(x, 2 * x),
+    ...     loss=nn.functional.mse_loss,
+    ... )
+    >>> line.data().shape
+    (1,)
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    train: Pair | Callable[[], tuple[Pair, Pair]]
+    _: KW_ONLY
+    loss: Measure
+    test: Pair | None = None
+    metric: Measure | None = None
+    metric_name: str = "metric"
+    higher_is_better: bool = True
+    epochs: int = 10
+    batch: int = 100
+    weight_decay: float = 0.0
+    precision: Precision = "float32"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.strip():
+            raise ValueError(f"Task: `name` must be some text, got {self.name!r}.")
+        measures = ("model", "loss", *(("metric",) if self.metric is not None else ()))
+        for each in measures:
+            if not callable(getattr(self, each)):
+                raise ValueError(f"Task: `{each}` must be callable, got {getattr(self, each)!r}.")
+        for each in ("epochs", "batch"):
+            if not getattr(self, each) >= 1:
+                raise ValueError(f"Task: `{each}` must be >= 1, got {getattr(self, each)!r}.")
+        if callable(self.train) == (self.test is not None):
+            raise ValueError(
+                "Task: `test` must be inputs and targets, or None if `train` is a function that "
+                f"returns (train, test), got {type(self.test).__name__}."
+            )
+
+    @property
+    def metric_key(self) -> Metric | None:
+        """What a record calls the metric: it says which way is better."""
+        if self.metric is None:
+            return None
+        if self.metric_name == "accuracy" and self.higher_is_better:
+            return "test_accuracy"
+        return "test_score" if self.higher_is_better else "test_error"
+
+    def data(self) -> Data:
+        """What a program trains on, with all that the task brings.
+
+        Raises:
+            ValueError: the data is not two pairs of tensors that fit; the message says which.
+        """
+        train, test = self._loaded() if callable(self.train) else (self.train, self.test)
+        found = {"train": _pair("train", train), "test": _pair("test", test)}
+        tensors = (*found["train"], *found["test"])
+        objective = CustomObjective(self.loss, self.metric, self.metric_key or "test_score")
+        prints = _fingerprint(tensors)
+        return Data(self.name, *tensors, 0, prints, objective=objective, model=self.model)
+
+    def _loaded(self) -> Any:
+        assert callable(self.train)
+        both: Any = self.train()
+        if not isinstance(both, (tuple, list)) or len(both) != 2:
+            raise ValueError(f"Task: `train` must return (train, test), got {type(both).__name__}.")
+        return both
+
+
+def find(address: str) -> Task:
+    """The task that "file.py", "file.py:name" or "module:name" leads to; its name is `task`.
+
+    Raises:
+        ValueError: there is none, in one line.
+    """
+    where = f"{address}:task" if loader.is_file(address) else address
+    task = loader.load(where, "task")
+    if not isinstance(task, Task):
+        raise ValueError(f"lab: `task` {where!r} must be a wngrad.Task, got {task!r}.")
+    return task
+
+
+def task_data(address: str) -> Data:
+    """The data of the task at `address`; whatever it raises is a ValueError of one line."""
+    task = find(address)
+    try:
+        return task.data()
+    except Exception as error:
+        raise ValueError(
+            f"{address}: its data cannot be had: {loader.error_text(error)}."
+        ) from error
+
+
+def _pair(name: str, value: Any) -> Pair:
+    try:
+        x, y = (torch.as_tensor(part) for part in value)
+    except Exception as error:
+        what = type(value).__name__
+        raise ValueError(
+            f"Task: `{name}` must be a pair of tensors, inputs and targets, got {what} "
+            f"({loader.error_text(error)})."
+        ) from error
+    if not x.ndim or not y.ndim or len(x) != len(y) or not len(x):
+        raise ValueError(
+            f"Task: `{name}` must have as many inputs as targets, and some, got shapes "
+            f"{tuple(x.shape)} and {tuple(y.shape)}."
+        )
+    return x.detach(), y.detach()
+
+
+def _fingerprint(tensors: tuple[Tensor, ...]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
