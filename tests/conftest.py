@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Each worker of pytest has a core to itself, and a second thread is slower than none on tensors as
+# small as these. Said before torch is imported; processes that a test starts inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor, nn
@@ -38,17 +46,35 @@ class Row:
         return self.make(params, **{**self.options, **options})
 
 
+MOMENTUM_DECAY = {"momentum": 0.9, "weight_decay": 0.1}
+GRADIENT_SKIP = {"b_init": ("gradient", 2.0), "nonfinite": "skip"}
+
+
+def from_the_docs() -> Any:
+    """The optimizer that docs/new-optimizer.md writes, as it stands there."""
+    page = (Path(__file__).parents[1] / "docs/new-optimizer.md").read_text()
+    module = types.ModuleType("new_optimizer")  # with a name, so that it can be pickled
+    sys.modules[module.__name__] = module
+    code = page.partition("```python\n")[2].partition("```")[0]
+    exec(compile(code, "docs/new-optimizer.md", "exec", dont_inherit=True), vars(module))
+    return module.WNSign
+
+
 TABLE = [
     Row("wngrad", WNGrad, {}),
     Row("wngrad-momentum", WNGrad, {"momentum": 0.9}),
-    Row("wngrad-momentum-decay", WNGrad, {"momentum": 0.9, "weight_decay": 0.1}),
+    Row("wngrad-momentum-decay", WNGrad, MOMENTUM_DECAY),
     Row("wngrad-gradient", WNGrad, {"b_init": "gradient"}),
     Row("wngrad-tensor", WNGrad, {"per": "tensor", "weight_decay": 0.01}),
     Row("wngrad-model", WNGrad, {"per": "model", "nonfinite": "skip"}),
     Row("wngrad-slice", WNGrad, {"per": "slice", "hold_1d": True}),
+    Row("wngrad plain", WNGrad, {"fused": False}),
+    Row("wngrad-momentum-decay plain", WNGrad, {**MOMENTUM_DECAY, "fused": False}),
     Row("wnadam", WNAdam, {}),
+    Row("wnadam-gradient plain", WNAdam, {**GRADIENT_SKIP, "fused": False}),
+    Row("sign", from_the_docs(), {}),
     Row("wnadam-decay", WNAdam, {"weight_decay": 0.1}),
-    Row("wnadam-gradient", WNAdam, {"b_init": ("gradient", 2.0), "nonfinite": "skip"}),
+    Row("wnadam-gradient", WNAdam, GRADIENT_SKIP),
     Row(
         "wnadam-model",
         WNAdam,

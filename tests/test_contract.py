@@ -594,7 +594,10 @@ def test_sparse_embeddings_train_like_dense_ones(optimizer):
 @pytest.mark.parametrize("file", sorted(KEPT.glob("*.pt")), ids=lambda path: path.stem)
 def test_checkpoints_of_every_release_are_read_and_go_on(optimizer, file):
     """To float64's rounding: another machine may sum in another order."""
-    saved = torch.load(file, weights_only=True)[optimizer.name]
+    kept = torch.load(file, weights_only=True)
+    if (name := optimizer.name.removesuffix(" plain")) not in kept:
+        pytest.skip("newer than that release")
+    saved = kept[name]
     model = network().double()
     opt = optimizer(model.parameters())
     model.load_state_dict(saved["model"])

@@ -25,7 +25,7 @@ def run_blocks(page: Path, *kinds: str, capsys: pytest.CaptureFixture[str]) -> N
     """From top to bottom, in one namespace."""
     names: dict[str, object] = {"__name__": "page"}
     for block in blocks(page, *kinds):
-        exec(compile(block, str(page), "exec"), names)
+        exec(compile(block, str(page), "exec", dont_inherit=True), names)
         printed = capsys.readouterr().out
         shown = re.findall(r"^# (.*)$", block, re.M)  # what a block says it prints, at its end
         if "print(" in block and shown:

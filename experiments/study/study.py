@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 import wngrad
+from wngrad.batch import BInit
 from wngrad.batch.minimizer import minimize
 from wngrad.batch.result import Status
-from wngrad.batch.starts import BInit
 from wngrad.problems import ZOO, Problem, quadratic
 
 TOL = 1e-6

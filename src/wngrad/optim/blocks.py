@@ -27,7 +27,7 @@ def named_shape(shape: Shape, per: PerName) -> Shape:
     if per in ("tensor", "model"):
         return (1,) * n
     kept = 2 if per == "slice" and n > 2 else 1  # (out, in) of a convolution, else (out,).
-    return shape[:kept] + (1,) * (n - kept)
+    return tuple(shape[:kept]) + (1,) * (n - kept)
 
 
 def resolve(owner: str, per: Per, params: Sequence[Tensor]) -> PerName | list[Shape]:
@@ -77,7 +77,7 @@ def split(t: Tensor, blocks: Shape) -> tuple[Tensor, Shape]:
     return (t if len(shape) == t.dim() else t.view(shape)), tuple(b_shape)
 
 
-def sq_norm(g: Tensor, b_shape: Shape, *, traced: bool = True) -> Tensor:
+def sq_norm(g: Tensor, b_shape: Sequence[int], *, traced: bool = True) -> Tensor:
     """‖g‖² over each block, in b's shape, summed in float64 (float32 where there is nothing wider).
 
     No finite float32, bfloat16 or float16 gradient overflows or underflows here, and the result

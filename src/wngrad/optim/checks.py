@@ -211,8 +211,10 @@ def settings(owner: str, group: dict[str, Any], own: Own) -> Settings:
     The check and the key under which a fused step is cached are one and the same record, so that
     neither can know of a setting that the other does not.
     """
+    if torch.compiler.is_compiling():  # which knows neither `itemgetter` nor caches
+        return _checked(owner, own, tuple(group[name] for name in (*_CHECKS, *dict(own))))
     values = (*_common(group), *(group[name] for name, _ in own))
-    if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, values)):
+    if not _PLAIN.issuperset(map(type, values)):
         for name, check in own:
             group[name] = check(owner, name, group[name])
         return _checked(owner, (), values[: len(_CHECKS)])

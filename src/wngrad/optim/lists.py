@@ -1,8 +1,9 @@
-"""Elementwise operations in place over lists of tensors: one call of torch's where it has one.
+"""Operations over lists of tensors: one call of torch's where it has one.
 
 torch's `_foreach` functions loop in C++, which takes a tenth of the time of a loop in Python. They
 are in beta, not all of them can be differentiated, and tensors with a `__torch_dispatch__` of their
-own need not know them; so a loop over the public operation stands behind each.
+own need not know them; so a loop over the public operation stands behind each. The same holds for
+the private functions that DistributedDataParallel puts tensors end to end with.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ _PLAIN = {Tensor, nn.Parameter}
 
 
 def _known(tensors: Tensors, lists: list[list[Tensor]]) -> bool:
-    """Whether torch's functions take them: some, of no other class, no sign still to be turned."""
+    """Whether torch's functions take them: some, of no other class, no sign still to be turned.
+
+    A compiler sees single operations, which it fuses as it likes.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
     plain = _PLAIN.issuperset(type(t) for part in (tensors, *lists) for t in part)
     return plain and bool(tensors) and not any(t.is_neg() for t in tensors)
 
@@ -31,7 +37,7 @@ def _over_lists(name: str) -> Callable[..., None]:
     def operation(tensors: Tensors, *others: Any, **options: Any) -> None:
         lists = [other for other in others if isinstance(other, list)]
         numbers = others[len(lists) :]
-        if together is not None and not torch.is_grad_enabled() and _known(tensors, lists):
+        if together is not None and _known(tensors, lists):
             together(tensors, *others, **options)
             return
         for each in zip(tensors, *lists, strict=True):
@@ -45,3 +51,28 @@ add_ = _over_lists("add_")  # x ← x + alpha·y
 addcmul_ = _over_lists("addcmul_")  # x ← x + value·y·z
 addcdiv_ = _over_lists("addcdiv_")  # x ← x + value·y/z
 copy_ = _over_lists("copy_")  # x ← y
+
+
+_flatten = getattr(torch._C._nn, "flatten_dense_tensors", None)
+_unflatten = getattr(torch._C._nn, "unflatten_dense_tensors", None)
+
+
+def end_to_end(tensors: list[Tensor]) -> Tensor:
+    """All entries as one vector; a single tensor as it is."""
+    if len(tensors) == 1:
+        return tensors[0]
+    if _flatten is not None and _known(tensors, []):
+        vector: Tensor = _flatten(tensors)
+        return vector
+    return torch.cat([t.flatten() for t in tensors])
+
+
+def apart(vector: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """What `end_to_end` has put together, in the shapes of `like`."""
+    if len(like) == 1:
+        return [vector]
+    sizes = [t.numel() for t in like]
+    if _unflatten is not None and all(sizes) and _known([vector], []):
+        return list(_unflatten(vector, like))
+    parts = torch.split(vector, sizes)
+    return [part.view_as(t) for part, t in zip(parts, like, strict=True)]

@@ -6,6 +6,7 @@ count of steps. Buffers have the parameter's shape and dtype.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,8 +24,11 @@ PER_BLOCK = ("b", "t", "skipped")
 def shape_of(group: Group, i: int) -> blocks.Shape:
     """The shape of b for parameter `i`."""
     per = group["per"]
-    shape = tuple(group["params"][i].shape)
-    return tuple(per[i]) if isinstance(per, list) else blocks.named_shape(shape, per)
+    return (
+        tuple(per[i])
+        if isinstance(per, list)
+        else blocks.named_shape(group["params"][i].shape, per)
+    )
 
 
 def b_dtype(p: Tensor) -> torch.dtype:
@@ -35,13 +39,24 @@ def b_dtype(p: Tensor) -> torch.dtype:
 
 def wanted(group: Group, i: int, direction: Direction) -> dict[str, blocks.Shape]:
     """The keys of a parameter's state, and the shape of each."""
-    shape = shape_of(group, i)
-    keys = {"b": shape, "t": shape if direction.counts_blocks else ()}
-    for buffer in direction.buffers:
-        keys[buffer] = tuple(group["params"][i].shape)
-    if group["nonfinite"] == "skip":
-        keys["skipped"] = shape
-    return keys
+    per, shape = group["per"], group["params"][i].shape
+    if isinstance(per, list):
+        per = tuple(per[i])
+    made = _wanted if torch.compiler.is_compiling() else _cached
+    return made(
+        shape, per, direction.buffers, direction.counts_blocks, group["nonfinite"] == "skip"
+    )
+
+
+def _wanted(
+    shape: blocks.Shape, per: Any, buffers: tuple[str, ...], counts_blocks: bool, skips: bool
+) -> dict[str, blocks.Shape]:
+    b = per if isinstance(per, tuple) else blocks.named_shape(shape, per)
+    keys = {"b": b, "t": b if counts_blocks else (), **dict.fromkeys(buffers, tuple(shape))}
+    return {**keys, "skipped": b} if skips else keys
+
+
+_cached = lru_cache(maxsize=4096)(_wanted)
 
 
 def make(group: Group, p: Tensor, state: dict[str, Tensor], keys: dict[str, blocks.Shape]) -> None:
@@ -66,7 +81,7 @@ def check(
 ) -> None:
     """Refuse state that does not fit its parameter."""
     for key, shape in keys.items():
-        if key in state and tuple(state[key].shape) != shape:
+        if key in state and state[key].shape != shape:
             raise ValueError(
                 f"{owner}: {what} must fit the parameters, got `{key}` of shape "
                 f"{tuple(state[key].shape)} instead of {shape} for a parameter of shape "

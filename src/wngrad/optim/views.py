@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -60,19 +60,22 @@ class SharedBlocks:
 
 def view(param: Tensor, state: dict[str, Tensor], direction: Direction, alone: bool) -> View:
     """The views of one parameter; `alone` if it shares its b with no other."""
-    p, g = sharded.local(param), sharded.local_gradient(param).resolve_conj().resolve_neg()
-    groups = sharded.cuts(param, state["b"])
-    names = (*PER_BLOCK, *direction.buffers)
-    state = {name: sharded.local(state[name]) for name in names if name in state}
-    write_back = None
+    p, groups, write_back = param, (), None
+    if sharded.is_sharded(param):
+        groups = sharded.cuts(param, state["b"])
+        names = (*PER_BLOCK, *direction.buffers)
+        state = {name: sharded.local(state[name]) for name in names if name in state}
+        p, g = sharded.local(param), sharded.local_gradient(param)
+    else:
+        g = cast(Tensor, param.grad)
+    g = g.resolve_conj().resolve_neg()
     if g.is_sparse:
         if _by_rows(p, g, state["b"], alone):
             p, g, state, write_back = _rows(p, g.coalesce(), state)
         else:
             g = g.to_dense()
-    shape = tuple(state["b"].shape)
-    odd = p.is_complex() or any(n not in (1, d) for n, d in zip(shape, p.shape, strict=True))
-    if odd:
+    shape = state["b"].shape
+    if p.is_complex() or any(n != 1 != d != n for n, d in zip(shape, p.shape, strict=True)):
         small = {name: _small(p, state[name]) for name in PER_BLOCK if name in state}
         large = {name: _large(state[name], shape) for name in direction.buffers}
         p, g, state = _large(p, shape), _large(g, shape), {**small, **large}

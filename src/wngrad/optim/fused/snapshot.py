@@ -128,8 +128,9 @@ def _by_hand(params: list[Tensor], state: dict[Tensor, Any]) -> tuple[Any, list[
     kinds = [_kind(t) for t in (*params, *live, *kept)]
     places = [_address(t) for t in (*params, *kept)]
     which = (*map(id, params), *(g is None for g in grads))
-    key = (which, tuple(places), tuple(kinds), tuple(owners))
-    return key, [_address(g) for g in live]
+    gradients = [_address(g) for g in live]
+    solid = tuple(map(bool, gradients))  # not those whose memory was freed
+    return (which, tuple(places), tuple(kinds), tuple(owners), solid), gradients
 
 
 def _address(t: Any) -> int:

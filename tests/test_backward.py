@@ -511,12 +511,12 @@ def fused_twins(row, device):
 @pytest.mark.parametrize("row", [ROWS[1], ROWS[-1]], ids=lambda row: row.name)
 def test_the_fused_step_inside_backward_is_the_fused_step(row, monkeypatch):
     """And each parameter's launch is planned once."""
-    from wngrad.optim import fused
+    from wngrad.optim.fused import engine
 
     (p, a), (q, b) = fused_twins(row, "cuda" if torch.cuda.is_available() else "cpu")
     planned = []
-    make = fused._plan
-    monkeypatch.setattr(fused, "_plan", lambda *given: planned.append(1) or make(*given))
+    make = engine._sorted_out
+    monkeypatch.setattr(engine, "_sorted_out", lambda *given: planned.append(1) or make(*given))
     with np.errstate(all="ignore"):
         train_on_drawn_gradients(p, a, 3)
         planned.clear()
