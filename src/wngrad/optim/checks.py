@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from numbers import Real
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any, Literal, NoReturn, TypedDict, get_args
 
 import torch
@@ -155,13 +155,15 @@ _CHECKS: dict[str, Check] = {
     "stochastic_rounding": flag,
     "per": _per,
 }
-_common = itemgetter(*_CHECKS)
 _PLAIN = {float, bool, str, tuple, type(None)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Settings:
-    """The settings that every optimizer has, checked: what a step of a group depends on."""
+    """The settings that every optimizer has, checked: what a step of a group depends on.
+
+    Equal settings are one object, as far as they are cached.
+    """
 
     weight_decay: float
     decoupled_weight_decay: bool
@@ -205,19 +207,41 @@ def plain(owner: str, group: Mapping[str, Any], own: Own) -> dict[str, Any]:
     return {"lr": rate(owner, group["lr"]), **settings}
 
 
-def settings(owner: str, group: dict[str, Any], own: Own) -> Settings:
+Memo = dict[int, tuple[tuple[Any, ...], Settings]]  # by a group's id: values, and the settings
+
+
+def settings(owner: str, group: dict[str, Any], own: Own, memo: Memo | None = None) -> Settings:
     """The settings of a group as they are now, checked before each step.
 
     The check and the key under which a fused step is cached are one and the same record, so that
     neither can know of a setting that the other does not.
+
+    Args:
+        memo: what was checked before; the same objects need no second check. None for a compiler,
+            which knows neither `itemgetter` nor caches.
     """
-    if torch.compiler.is_compiling():  # which knows neither `itemgetter` nor caches
+    if memo is None:
         return _checked(owner, own, tuple(group[name] for name in (*_CHECKS, *dict(own))))
-    values = (*_common(group), *(group[name] for name, _ in own))
+    values = _values(own)(group)
+    if (known := memo.get(id(group))) is not None and all(map(is_, values, known[0])):
+        return known[1]
+    checked = _now(owner, group, own, values)
+    memo[id(group)] = _values(own)(group), checked
+    return checked
+
+
+@cache
+def _values(own: Own) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """A function that reads a group's settings, those that one optimizer adds at the end."""
+    return itemgetter(*_CHECKS, *dict(own))
+
+
+def _now(owner: str, group: dict[str, Any], own: Own, values: tuple[Any, ...]) -> Settings:
     if not _PLAIN.issuperset(map(type, values)):
-        for name, check in own:
-            group[name] = check(owner, name, group[name])
-        return _checked(owner, (), values[: len(_CHECKS)])
+        for name, check in (*_CHECKS.items(), *own):
+            if name != "per":  # which stays a list of shapes
+                group[name] = check(owner, name, group[name])
+        return _checked(owner, own, _values(own)(group))
     try:
         return _cached(owner, own, values)
     except TypeError:  # perhaps a tuple of something that cannot be a key

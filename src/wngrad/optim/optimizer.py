@@ -98,8 +98,10 @@ class BlockOptimizer(Optimizer):
 
     def _take(self) -> None:
         """The step itself, with the gradients there are."""
-        settings = [self._settings(group) for group in self.param_groups]
-        if not torch.compiler.is_compiling() and self._engine.repeat(self, settings):
+        engine, owner, own = self._engine, self._owner, self.own_settings
+        memo = None if torch.compiler.is_compiling() else engine.memo
+        settings = [checks.settings(owner, group, own, memo) for group in self.param_groups]
+        if memo is not None and engine.repeat(self, settings):
             return
         with torch.set_grad_enabled(any(each.differentiable for each in settings)):
             due = self._due(settings)
@@ -203,7 +205,7 @@ class BlockOptimizer(Optimizer):
         state.check(self._owner, fixed, p, due.state, due.shapes)
 
     def _settings(self, group: Group) -> Settings:
-        return checks.settings(self._owner, group, self.own_settings)
+        return checks.settings(self._owner, group, self.own_settings, {})
 
     # ---------------------------------------------------------------- groups and checkpoints
 

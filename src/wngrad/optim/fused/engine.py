@@ -83,6 +83,7 @@ class Engine:
 
     def __init__(self) -> None:
         self._camera = Camera()
+        self.memo: checks.Memo = {}  # of settings that were checked
         self._launches: dict[Any, tuple[Launches, list[Any]]] = {}  # with references to parameters
         self._latest: tuple[Snapshot, Launches] | None = None  # if it may be taken again
         self.reasons: dict[int, str] = {}  # of the latest step, by the parameters' ids
@@ -106,7 +107,7 @@ class Engine:
         params = _params(optimizer)
         now = self._snapshot(optimizer, settings, params)
         launches = self._earlier(now)
-        if launches is None or now is None or launches.reasons:
+        if now is None or launches is None or launches.reasons:
             return False
         launches.run(optimizer, params, now.words)
         return True

@@ -9,6 +9,7 @@
    here, so that no headers are, and one build serves every Python. */
 
 #include <stdint.h>
+#include <string.h>
 
 typedef struct {
     void *data;
@@ -34,7 +35,6 @@ typedef struct {
     int (*dict_next)(void *dict, int64_t *place, void **key, void **value);
     void *(*attribute)(void *object, void *name);
     void *(*type)(void *object);
-    int64_t (*hash)(void *object);
     void *(*call)(void *callable, ...);
     int (*is_true)(void *object);
     void (*release)(void *object);
@@ -47,7 +47,7 @@ typedef struct {
     int64_t *at, *end, *gradients;
 } Words;
 
-enum { MORE_ROOM = -1, UNREADABLE = 0, DONE = 1 };
+enum { SAME = -2, MORE_ROOM = -1, UNREADABLE = 0, DONE = 1 };
 
 static int put(Words *w, int64_t word) {
     if (w->at == w->end) return MORE_ROOM;
@@ -100,7 +100,8 @@ static int put_parameter(const Python *py, Words *w, void *p) {
     TRY(put(w, (intptr_t)p));
     TRY(put_tensor(py, w, p, &place));
     TRY(put(w, place));
-    if (is_negated(py, p)) return UNREADABLE;
+    /* Only parts of complex numbers can be negated, which have no neighbours. */
+    if (w->at[-2] != 1 && is_negated(py, p)) return UNREADABLE;
     void *g = py->attribute(p, py->grad);
     if (!g) return UNREADABLE;
     int done = put_gradient(py, w, g);
@@ -114,7 +115,7 @@ static int put_state(const Python *py, Words *w, void *state) {
     while (py->dict_next(state, &outer, &p, &of_p)) {
         TRY(put(w, (intptr_t)p)); /* whose state it is */
         for (int64_t inner = 0; py->dict_next(of_p, &inner, &name, &value);) {
-            TRY(put(w, py->hash(name)));
+            TRY(put(w, (intptr_t)name));
             TRY(put_tensor(py, w, value, &place));
             TRY(put(w, place));
         }
@@ -123,10 +124,11 @@ static int put_state(const Python *py, Words *w, void *state) {
 }
 
 /* How many words the parameters of a list, their gradients and their state (a dict of dicts) take;
-   0 if one of them can only be read from Python, -1 if there is no room for the words. `gradients`
-   gets the number of gradients, and where each of them lies. */
+   0 if one of them can only be read from Python, -1 if there is no room for the words, -2 if they
+   are the `before` words of an earlier call. `gradients` gets the number of gradients, and where
+   each of them lies. */
 int64_t snapshot(const Python *py, void *params, void *state, int64_t *words, int64_t room,
-                 int64_t *gradients) {
+                 const int64_t *before, int64_t n_before, int64_t *gradients) {
     Words w = {words, words + room, gradients + 1};
     int64_t n = py->list_size(params);
     int done = put(&w, n);
@@ -135,5 +137,7 @@ int64_t snapshot(const Python *py, void *params, void *state, int64_t *words, in
     if (done == DONE) done = put_state(py, &w, state);
     if (done != DONE) py->clear_error();
     *gradients = w.gradients - gradients - 1;
-    return done == DONE ? w.at - words : done;
+    if (done != DONE) return done;
+    n = w.at - words;
+    return n == n_before && !memcmp(words, before, n * sizeof *words) ? SAME : n;
 }

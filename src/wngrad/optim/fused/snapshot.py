@@ -45,11 +45,12 @@ class Snapshot(NamedTuple):
 
 
 class Camera:
-    """Takes snapshots of an optimizer's steps; holds room for the words of one."""
+    """Takes snapshots of an optimizer's steps, and knows the latest again."""
 
     def __init__(self) -> None:
-        self._words = np.zeros(256, np.int64)
-        self._gradients = np.zeros(16, np.int64)
+        self._room = _Room(256, 16)
+        self._tensors_before: Any = None  # of the latest snapshot that was taken in C
+        self._words_before: list[int] = []
 
     def take(
         self,
@@ -67,33 +68,58 @@ class Camera:
         words: list[int] = []
         choices: list[Any] = []
         for group, its in zip(groups, settings, strict=True):
-            lr = group["lr"]
+            lr, mu = group["lr"], group[own]
             if (lam := rate(lr)) is None:
                 return None
             words += lam
-            numbers, choice = _read(group[own], its)
+            numbers, choice = _read(mu, its)
             words += numbers
             still = lam == (0, NUMBER)  # A group without rate takes no part.
-            buffered = group[own] != 0
             far = None if lam[1] == NUMBER else (lam[1], lr.device)
-            choices.append((choice, len(group["params"]), buffered, still, far))
+            choices.append((choice, len(group["params"]), mu != 0, still, far))
         tensors, gradients = self._tensors(params, state)
         # Loads are 16 bytes wide where all addresses allow it.
         odd = reduce(or_, gradients, 0) % 16
         choices.append(tuple(place % 16 for place in gradients) if odd else None)
-        return Snapshot(tensors, tuple(choices), words + gradients)
+        words += gradients
+        if words == self._words_before:
+            words = self._words_before  # so that nobody need compare them again
+        self._words_before = words
+        return Snapshot(tensors, tuple(choices), words)
 
     def _tensors(self, params: list[Tensor], state: dict[Tensor, Any]) -> tuple[Any, list[int]]:
-        walk = _walk()
+        walk, room = _walk(), self._room
         if walk is None:
             return _by_hand(params, state)
-        if len(params) >= len(self._gradients):
-            self._gradients = np.zeros(2 * len(params), np.int64)
-        while (n := walk(params, state, self._words, self._gradients)) < 0:
-            self._words = np.zeros(2 * len(self._words), np.int64)
+        if len(params) >= len(room.gradients):
+            self._room = room = _Room(len(room.words), 2 * len(params))
+        while (n := walk(params, state, room)) == _MORE_ROOM:
+            self._room = room = _Room(2 * len(room.words), len(room.gradients))
         if n == 0:
             return _by_hand(params, state)
-        return self._words[:n].tobytes(), self._gradients[1 : 1 + self._gradients[0]].tolist()
+        if n != _SAME:
+            self._tensors_before = room.keep(n)
+        return self._tensors_before, room.gradients[1 : 1 + room.gradients[0]].tolist()
+
+
+class _Room:
+    """Memory for the words of a snapshot, for those of the one before, and for the gradients'."""
+
+    def __init__(self, words: int, gradients: int) -> None:
+        self.words, self._before = np.zeros((2, words), np.int64)
+        self.gradients = np.zeros(gradients, np.int64)
+        self._at = [a.ctypes.data for a in (self.words, self._before, self.gradients)]
+        self._set(0)
+
+    def _set(self, n: int) -> None:
+        words, before, gradients = self._at
+        self.arguments = (words, len(self.words), before, n, gradients)
+
+    def keep(self, n: int) -> bytes:
+        """Remember the words, and return them."""
+        self._before[:n] = self.words[:n]
+        self._set(n)
+        return self.words[:n].tobytes()
 
 
 def rate(lr: float | Tensor) -> tuple[int, int] | None:
@@ -156,11 +182,11 @@ def _kind(t: Any) -> tuple[Any, ...]:
 # --------------------------------------------------------------------------------- in C
 
 _NAME, _MAJOR = b"dlpack_exchange_api", 1  # of DLPack's C interface, and its version
+_SAME, _MORE_ROOM = -2, -1  # what snapshot.c may answer instead of a number of words
 _EXPORT = 40  # where in it the function lies that snapshot.c calls, which need not be there
 _CALLED = (
     *("PyList_Size", "PyList_GetItem", "PyDict_Next", "PyObject_GetAttr", "PyObject_Type"),
-    *("PyObject_Hash", "PyObject_CallFunctionObjArgs", "PyObject_IsTrue", "Py_DecRef"),
-    "PyErr_Clear",
+    *("PyObject_CallFunctionObjArgs", "PyObject_IsTrue", "Py_DecRef", "PyErr_Clear"),
 )
 
 
@@ -176,19 +202,19 @@ class _Python(ctypes.Structure):
 
 @cache
 def _walk() -> Any:
-    """snapshot.c's function of (params, state, words, gradients); None where it cannot be used."""
+    """snapshot.c's function of (params, state, room); None where it cannot be used."""
     exchange, loaded = _exchange(), library.snapshot()
     if not exchange or isinstance(loaded, str):
         return None
     called = (ctypes.cast(getattr(ctypes.pythonapi, f), ctypes.c_void_p) for f in _CALLED)
     python = _Python(exchange, *called, None, "grad", Tensor.is_neg, Tensor, nn.Parameter)
     call, at = loaded.snapshot, ctypes.addressof(python)
-    objects, words = [ctypes.py_object] * 2, ctypes.c_void_p
-    call.argtypes = [words, *objects, words, ctypes.c_int64, words]
-    call.restype = ctypes.c_int64
+    objects, words, count = [ctypes.py_object] * 2, ctypes.c_void_p, ctypes.c_int64
+    call.argtypes = [words, *objects, words, count, words, count, words]
+    call.restype = count
 
-    def walk(params: list[Tensor], state: Any, words: Any, gradients: Any, _: Any = python) -> int:
-        n: int = call(at, params, state, words.ctypes.data, len(words), gradients.ctypes.data)
+    def walk(params: list[Tensor], state: Any, room: _Room, _: Any = python) -> int:
+        n: int = call(at, params, state, *room.arguments)
         return n
 
     return walk
