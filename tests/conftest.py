@@ -89,6 +89,16 @@ def optimizer(request: pytest.FixtureRequest) -> Row:
     return row
 
 
+@pytest.fixture(
+    params=[row for row in TABLE if row.make in (WNGrad, WNAdam) and "fused" not in row.options],
+    ids=lambda row: row.name,
+)
+def fused_optimizer(request: pytest.FixtureRequest) -> Row:
+    """Those of the table that kernels know."""
+    row: Row = request.param
+    return row
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     torch.manual_seed(0)

@@ -158,18 +158,18 @@ def assert_same(a, one, b, two):
     assert not two.why_plain()
 
 
-def test_a_step_on_a_gpu_is_fused_unless_asked_otherwise(optimizer):
+def test_a_step_on_a_gpu_is_fused_unless_asked_otherwise(fused_optimizer):
     model = network().cuda()
     for fused, says in ((None, set()), (False, {"`fused` is False"})):
-        opt = optimizer(model.parameters(), fused=fused)
+        opt = fused_optimizer(model.parameters(), fused=fused)
         assert set(opt.why_plain().values()) == says
         train(model, opt, 1)
         assert set(opt.why_plain().values()) == says
 
 
-def test_a_fused_step_replays_bit_for_bit(optimizer):
+def test_a_fused_step_replays_bit_for_bit(fused_optimizer):
     """With other gradients and another λ in every replay."""
-    (a, one, lam), (b, two, mu) = fused_twins(optimizer)
+    (a, one, lam), (b, two, mu) = fused_twins(fused_optimizer)
     graph = captured(one)
     for k in range(10):
         for model, lr in ((a, lam), (b, mu)):
@@ -180,8 +180,8 @@ def test_a_fused_step_replays_bit_for_bit(optimizer):
         assert_same(a, one, b, two)
 
 
-def test_ten_fused_steps_fit_in_one_graph(optimizer):
-    (a, one, _), (b, two, _) = fused_twins(optimizer)
+def test_ten_fused_steps_fit_in_one_graph(fused_optimizer):
+    (a, one, _), (b, two, _) = fused_twins(fused_optimizer)
     graph = captured(one, steps=10)
     for k in range(2):
         give(a, k)
@@ -192,9 +192,9 @@ def test_ten_fused_steps_fit_in_one_graph(optimizer):
         assert_same(a, one, b, two)
 
 
-def test_a_step_outside_a_graph_leaves_its_replays_alone(optimizer):
+def test_a_step_outside_a_graph_leaves_its_replays_alone(fused_optimizer):
     """Its gradients lie elsewhere, and its λ is a number."""
-    (a, one, lam), (b, two, mu) = fused_twins(optimizer)
+    (a, one, lam), (b, two, mu) = fused_twins(fused_optimizer)
     held = [[p.grad for p in model.parameters()] for model in (a, b)]
     graph = captured(one)
     for k in range(4):
@@ -214,10 +214,10 @@ def test_a_step_outside_a_graph_leaves_its_replays_alone(optimizer):
     assert lam == mu
 
 
-def test_a_fused_step_never_waits_though_gradients_move(optimizer):
+def test_a_fused_step_never_waits_though_gradients_move(fused_optimizer):
     """Nor if some are missing."""
     model = network().cuda()
-    opt = optimizer(model.parameters(), fused=True)
+    opt = fused_optimizer(model.parameters(), fused=True)
     train(model, opt, 2)
     held = []
     with no_host_sync():
@@ -308,10 +308,10 @@ def test_a_fused_step_needs_no_memory_to_speak_of(make, options):
     assert not opt.why_plain()
 
 
-def test_a_grad_scaler_works_end_to_end_and_waits_for_nothing(optimizer):
+def test_a_grad_scaler_works_end_to_end_and_waits_for_nothing(fused_optimizer):
     """Scaled by powers of two, the steps are those of an optimizer without a scaler, bit for bit;
     one with an inf is left out, and the scale goes down."""
-    (a, one, _), (b, two, _) = fused_twins(optimizer)
+    (a, one, _), (b, two, _) = fused_twins(fused_optimizer)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=2)
     scaler.scale(torch.zeros((), device="cuda"))  # makes the scale
     scales = []

@@ -636,6 +636,7 @@ def test_a_sparse_gradient_is_refused_at_the_step_and_changes_nothing():
     assert not opt.state[p]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, on CUDA
 def test_what_cannot_take_it_is_left_to_the_plain_path_and_says_why():
     both = Both(WNGrad, [*drawn((4, 3), (5,)), *drawn((3,), dtype=torch.float64)], fused=None)
     wide = both.ours[2]
