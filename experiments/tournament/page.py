@@ -11,8 +11,8 @@ from pathlib import Path
 from experiments.tournament import figures
 from experiments.tournament.contestants import CONTESTANTS, Contestant
 from experiments.tournament.tables import Curve, Outcome, load
-from wngrad.lab.report.builder import _list, _table
 from wngrad.lab.report.cells import Cell, amount, lam_text, lead
+from wngrad.lab.report.markdown import bullets, table
 from wngrad.lab.train.spec import Record
 
 OURS = tuple(who.name for who in CONTESTANTS if who.name.startswith("wn"))
@@ -106,7 +106,7 @@ def _tasks(outcomes: Sequence[Outcome]) -> list[str]:
         )
     heads = ("task", "what", "epochs", "seeds: default; grid", "grid", "device")
     return [
-        *_table(heads, rows),
+        *table(heads, rows),
         "",
         "Test accuracy is reported where there are classes, the test loss (nats per character) "
         "for the text.",
@@ -145,7 +145,7 @@ def _defaults(outcomes: Sequence[Outcome], figures: str) -> list[str]:
     heads = ("method", "λ", "mean rank", "in front", *(o.event.task.name for o in outcomes))
     n = sorted({cell.lanes for o in outcomes for cell in o.cells().values()})
     return [
-        *_table(heads, [row for _, row in rows]),
+        *table(heads, [row for _, row in rows]),
         "",
         f"Final metric: mean ± sample standard deviation over n = {_few(n)} seeds, and in brackets "
         "the rank. Bold: the best, and whatever is behind it by less than two standard errors of "
@@ -181,7 +181,7 @@ def _grid(outcomes: Sequence[Outcome], figures: str) -> list[str]:
     rows.sort(key=lambda row: -row[0])
     n = sorted({len(curve.seeds) for curves in every.values() for curve in curves.values()})
     return [
-        *_table(("method", "mean", "sensitivity", "diverged", *every), [row for _, row in rows]),
+        *table(("method", "mean", "sensitivity", "diverged", *every), [row for _, row in rows]),
         "",
         "Usable decades of λ, with a 95 % interval from the seeds "
         f"(n = {_few(n)}): how far λ may move, in powers of ten, and the final test loss stays "
@@ -220,7 +220,7 @@ def _details(outcomes: Sequence[Outcome]) -> list[str]:
             "diverged",
         )
         lines += [f"### {outcome.event.task.name}", "", f"{_sentence(outcome.event.text)}", ""]
-        lines += _table(heads, [_detail(name, curve) for name, curve in rows]) if rows else ["–"]
+        lines += table(heads, [_detail(name, curve) for name, curve in rows]) if rows else ["–"]
         lines.append("")
     return [
         "Sensitivity: the mean over the grid of min(loss, loss at start) − the method's own best "
@@ -259,7 +259,7 @@ def _duels(outcomes: Sequence[Outcome]) -> list[str]:
         "at each method's own best λ. The best of several is chosen by these very numbers, on "
         "both sides.",
         "",
-        *_table(("task", "at the default", "at the best λ"), rows),
+        *table(("task", "at the default", "at the best λ"), rows),
     ]
 
 
@@ -297,7 +297,7 @@ def _lost(outcomes: Sequence[Outcome]) -> list[str]:
             if said:
                 found.append(f"{outcome.event.task.name}, {question}: diverged: {said}.")
             found += _failures(outcome.event.task.name, question, records.values(), targets)
-    return _list(found or ["Nothing."])
+    return bullets(found or ["Nothing."])
 
 
 def _failures(
@@ -329,7 +329,7 @@ def _contestants(outcomes: Sequence[Outcome]) -> list[str]:
     missing = [who.label for who in CONTESTANTS if who not in _who(outcomes)]
     absent = ["", f"Not run: {', '.join(missing)}."] if missing else []
     heads = ("method", "package", "default λ", "where it says so", "λ meant to be moved")
-    return [*_table(heads, rows), *absent]
+    return [*table(heads, rows), *absent]
 
 
 def _versions(records: Sequence[Record]) -> dict[str, str]:
@@ -351,8 +351,8 @@ def _made(runs: Sequence[Record]) -> list[str]:
     }
     notes = sorted({str(r.settings.get("note") or "") for r in runs} - {""})
     return [
-        *_list([f"{key}: {'; '.join(values)}" for key, values in facts.items()]),
-        *_list([f"with {note}" for note in notes]),
+        *bullets([f"{key}: {'; '.join(values)}" for key, values in facts.items()]),
+        *bullets([f"with {note}" for note in notes]),
         "",
         "To make it again:",
         "",

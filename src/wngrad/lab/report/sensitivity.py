@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -187,6 +188,7 @@ def recommended_lam(
     return None if found is None else found.middle
 
 
+@lru_cache
 def t_quantile(level: float, freedom: int) -> float:
     """The t that Student's |T| stays below with probability `level` (Abramowitz, Stegun 26.7.3)."""
     low, high = 0.0, math.pi / 2  # of θ = atan(t/√ν)
