@@ -43,8 +43,8 @@ class Finding:
 class Claim:
     """A statement, in the words of its source; each kind knows how to judge it.
 
-    `RULE` says how, with the claim's fields in braces: names are written as in a report, and
-    {much} is `within` in the unit of the metric.
+    `RULE` says how, with the claim's fields in braces: names are written as in a report, {much}
+    is `within` in the unit of the metric, {since} is a `start` that is not 0.
     """
 
     text: str
@@ -57,8 +57,9 @@ class Claim:
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         within, accuracy = values.get("within", 0), values.get("metric", ACCURACY) == ACCURACY
         much = f"{100 * within:g} points" if accuracy else f"{within:g}"
+        since = f"from {values['start']:g} " if values.get("start") else ""
         names = {key: label(value) for key, value in values.items() if isinstance(value, str)}
-        return self.RULE.format(**values | names, much=much)
+        return self.RULE.format(**values | names, much=much, since=since)
 
     def judge(self, results: Results) -> Verdict:
         raise NotImplementedError
@@ -179,20 +180,15 @@ class AlongTheWay(Claim):
 class Trains(Claim):
     """One optimizer trains at every λ up to a limit, and its rival does not."""
 
+    RULE = (
+        "at every λ {since}up to {up_to:g} every seed of {optimizer} ends with a train loss below "
+        "{below:g}, that of guessing; {rival} fails this at some λ"
+    )
     optimizer: str
     rival: str
     up_to: float
     start: float = 0.0  # Below it, too small a λ has not trained anything yet.
     below: float = GUESSING
-
-    @property
-    def rule(self) -> str:
-        since = f"from {self.start:g} " if self.start else ""
-        return (
-            f"at every λ {since}up to {self.up_to:g} every seed of {label(self.optimizer)} ends "
-            f"with a train loss below {self.below:g}, that of guessing; {label(self.rival)} fails "
-            "this at some λ"
-        )
 
     def judge(self, results: Results) -> Verdict:
         lams = _between(results, self.start, self.up_to)

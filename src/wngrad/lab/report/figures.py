@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wngrad.lab.optimizers import OPTIMIZERS, SPARE_STYLES, Style
-from wngrad.lab.report.axes import Axis
-from wngrad.lab.report.base import Report
+from wngrad.lab.report.base import Axis, Report
 from wngrad.lab.report.cells import Cell, label, lam_text
 from wngrad.lab.report.results import Results
 from wngrad.lab.train.spec import Metric

@@ -10,8 +10,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from wngrad.lab.report.axes import Axis
-from wngrad.lab.report.base import Report
+from wngrad.lab.report.base import Axis, Report
 from wngrad.lab.report.cells import Cell, label, lam_text
 from wngrad.lab.report.figures import styles
 from wngrad.lab.report.results import Results

@@ -9,8 +9,7 @@ from functools import cached_property
 from html import escape
 
 from wngrad.lab.report import page
-from wngrad.lab.report.axes import Axis
-from wngrad.lab.report.base import PICTURE, Report, Section
+from wngrad.lab.report.base import PICTURE, Axis, Report, Section
 from wngrad.lab.report.cells import ACCURACY, label, lam_text
 from wngrad.lab.report.claims import Finding
 from wngrad.lab.report.markdown import table

@@ -7,8 +7,7 @@ import shlex
 from functools import cached_property
 
 from wngrad.lab.report import dependence, page
-from wngrad.lab.report.axes import Axis
-from wngrad.lab.report.base import PICTURE, Report, Section
+from wngrad.lab.report.base import PICTURE, Axis, Report, Section
 from wngrad.lab.report.cells import ACCURACY, HIGHER, LOSSES, label, lam_text, lead
 from wngrad.lab.report.dependence import BY, Dependence, Row
 from wngrad.lab.report.markdown import plain, table
