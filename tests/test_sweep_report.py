@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -191,55 +187,3 @@ def test_a_sweep_of_which_every_lane_failed_still_has_a_report():
     assert "36 of 36 lanes failed" in report.markdown()
     assert "36 of 36 lanes failed" in page.render(report)
     assert figures.draw(report).get_axes()
-
-
-# ------------------------------------------------------------------ in a real browser
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-
-
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium to open the page in")
-    evil = replace(SWEEP, metric_name="<b>R²</b>")
-    path: Path = builder.write(evil, records(), tmp_path_factory.mktemp("page"))[0]
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1366, "height": 900})
-        complaints: list[str] = []
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto(path.as_uri())
-        page.wait_for_function(
-            '() => document.querySelectorAll(".chart .plot-container").length === 4'
-        )
-        yield page
-        assert complaints == []
-        browser.close()
-
-
-def test_the_page_has_a_row_for_each_optimizer(opened):
-    rows = opened.locator("#dependence tbody tr")
-    assert rows.count() == 3
-    assert rows.nth(1).locator("td").first.inner_text() == "WNGrad"
-    assert "≥ 2.1" in rows.nth(1).inner_text()
-    assert opened.locator("b").count() == 0  # a metric's name is text
-
-
-def test_the_page_draws_where_a_lambda_is_usable_and_what_is_beyond(opened):
-    shapes = opened.evaluate('() => document.querySelectorAll(".chart")[0].layout.shapes')
-    assert [shape["y0"] for shape in shapes if shape["line"]["dash"] == "dash"] == [
-        pytest.approx(1.16, abs=0.01)
-    ]
-    axes = '() => [...document.querySelectorAll(".chart")].map((c) => c.layout.yaxis.type)'
-    assert opened.evaluate(axes) == ["log", "linear", "log", "linear"]
-
-
-@pytest.mark.parametrize("width", [1366, 390])
-def test_the_page_is_no_wider_than_the_window(opened, width):
-    opened.set_viewport_size({"width": width, "height": 844})
-    opened.wait_for_function(f"() => document.querySelector('.chart svg').clientWidth < {width}")
-    wider = "() => document.documentElement.scrollWidth - window.innerWidth"
-    assert opened.evaluate(wider) <= 0
