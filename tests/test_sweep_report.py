@@ -70,14 +70,16 @@ def test_the_table_is_what_the_library_says_of_the_records():
     measured = row(results, "wngrad")
     losses = [[final(Lane("wngrad", lam, seed)) for lam in SWEEP.lam] for seed in SWEEP.seeds]
     starts = [START] * 3
-    assert measured.sensitivity.mean == pytest.approx(lr_sensitivity(SWEEP.lam, losses, starts))
+    assert measured.curves.sensitivity.mean == pytest.approx(
+        lr_sensitivity(SWEEP.lam, losses, starts)
+    )
     best = [1.0, 1.01, 1.02]  # of all, seed by seed
-    assert measured.decades == usable_decades(SWEEP.lam, losses, starts, best=best)
+    assert measured.curves.decades == usable_decades(SWEEP.lam, losses, starts, best=best)
     assert measured.best.lam == 0.1
     # The limit of the mean curve is 1.01 + 5 % of 2.99; from 0.1 down it rises by 1 a decade.
-    assert measured.usable.low == pytest.approx(10**-1.1495)
-    assert measured.usable.open_high
-    assert measured.recommended == pytest.approx(math.sqrt(10**-1.1495 * 10))
+    assert measured.curves.usable.low == pytest.approx(10**-1.1495)
+    assert measured.curves.usable.open_high
+    assert measured.curves.recommended == pytest.approx(math.sqrt(10**-1.1495 * 10))
     assert (measured.diverged, measured.lanes, measured.failed) == (0, 12, 0)
 
 
@@ -85,14 +87,14 @@ def test_what_diverged_is_counted_and_never_best():
     measured = row(Results(SWEEP, records()), "sgd")
     assert (measured.diverged, measured.lanes) == (3, 12)
     assert measured.best.lam == 0.1
-    assert not measured.decades.at_least
+    assert not measured.curves.decades.at_least
 
 
 def test_an_optimizer_that_is_never_near_the_best_of_all_has_no_recommended_lambda():
     results = Results(SWEEP, records())
     measured = row(results, "peers:Fast")
-    assert measured.recommended is None
-    assert measured.decades.value == 0.0
+    assert measured.curves.recommended is None
+    assert measured.curves.decades.value == 0.0
     assert cells(results, "peers:Fast") == {
         "optimizer": "peers:Fast",
         "best test loss": "2.01 ± 0.01 (n = 3)",
@@ -113,7 +115,7 @@ def test_failed_lanes_are_counted_and_leave_the_others_alone():
     ]
     results = Results(SWEEP, lost)
     measured = row(results, "sgd")
-    assert (measured.best, measured.decades, measured.failed) == (None, None, 12)
+    assert (measured.best, measured.curves, measured.failed) == (None, None, 12)
     assert cells(results, "sgd")["diverged lanes"] == "0 of 0; 12 failed"
     assert row(results, "wngrad") == row(Results(SWEEP, whole), "wngrad")
     assert sum("12 of 36 lanes failed" in line for line in results.left_out()) == 1
@@ -121,7 +123,7 @@ def test_failed_lanes_are_counted_and_leave_the_others_alone():
 
 def test_a_seed_that_is_not_whole_is_left_out_of_what_needs_all_lambda():
     fewer = [r for r in records() if r.lane != Lane("wngrad", 1.0, 2)]
-    assert row(Results(SWEEP, fewer), "wngrad").decades.n == 2
+    assert row(Results(SWEEP, fewer), "wngrad").curves.decades.n == 2
 
 
 def test_a_metric_that_is_nan_is_told_in_one_line_and_the_losses_stand():
@@ -132,7 +134,7 @@ def test_a_metric_that_is_nan_is_told_in_one_line_and_the_losses_stand():
     good = Results(SWEEP, records())
     for name in SWEEP.optimizers:
         assert row(bad, name).best.lam == row(good, name).best.lam
-        assert row(bad, name).decades == row(good, name).decades
+        assert row(bad, name).curves.decades == row(good, name).curves.decades
 
 
 def test_the_sentence_names_the_lowest_loss_and_the_widest_range():

@@ -409,11 +409,11 @@ def test_ranks_are_by_the_mean_and_who_lost_a_seed_is_last() -> None:
 def test_a_curve_is_measured_from_the_best_of_all_methods() -> None:
     curves = outcome([], GRID).curves
     ours, sgd = curves["wngrad"], curves["sgd"]
-    assert str(ours.usable) == "2.10 [2.10, 2.10]"  # two decades, and 5 % of one on either side
+    assert str(ours.decades) == "2.10 [2.10, 2.10]"  # two decades, and 5 % of one on either side
     assert ours.best_lam == 0.01
     assert ours.sensitivity.mean == pytest.approx(2 / 5)
-    assert sgd.seeds == (0,)  # the other seed does not have the whole grid
-    assert sgd.usable.value == 0  # 0.5 is nowhere near 0
+    assert sgd.seeds == [0]  # the other seed does not have the whole grid
+    assert sgd.decades.value == 0  # 0.5 is nowhere near 0
     assert sgd.sensitivity.mean == pytest.approx((0.5 + 0.5 + 0.5) / 5)
     assert sgd.best_lam == 0.01
     assert (sgd.diverged, sgd.failed, sgd.runs) == (1, 0, 8)

@@ -150,8 +150,8 @@ def _grid(outcomes: Sequence[Outcome]) -> list[str]:
     for who in _who(outcomes):
         curves = [o.curves[who.name] for o in outcomes if who.name in o.curves]
         if curves:
-            mean = sum(curve.usable.value for curve in curves) / len(curves)
-            cells = [o.curves[who.name].usable if who.name in o.curves else "–" for o in outcomes]
+            mean = sum(curve.decades.value for curve in curves) / len(curves)
+            cells = [o.curves[who.name].decades if who.name in o.curves else "–" for o in outcomes]
             rows.append((mean, (who.label, f"{mean:.2f}", *_overall(curves), *cells)))
     rows.sort(key=lambda row: -row[0])
     n = sorted({len(curve.seeds) for o in outcomes for curve in o.curves.values()})
@@ -207,7 +207,7 @@ def _detail(name: str, curve: Curve) -> tuple[object, ...]:
         lam_text(curve.best_lam),
         curve.at_best,
         curve.sensitivity,
-        curve.usable,
+        curve.decades,
         lam_text(curve.recommended),
         f"{lost}, {curve.failed} failed" if curve.failed else lost,
     )

@@ -14,27 +14,17 @@ from experiments.tournament.contestants import CONTESTANTS, Contestant
 from experiments.tournament.records import read
 from experiments.tournament.tasks import EVENTS, Event
 from wngrad.lab.report.cells import Cell, lead
-from wngrad.lab.report.sensitivity import (
-    Estimate,
-    best_lam,
-    lr_sensitivity,
-    recommended_lam,
-    usable_decades,
-)
+from wngrad.lab.report.dependence import Curves
+from wngrad.lab.report.sensitivity import best_lam
 from wngrad.lab.train.spec import Lane, Metric, Record
 
 LOSS: Metric = "test_loss"
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A method over the grid: its losses, and what follows from them."""
+class Curve(Curves):
+    """A method over the grid; a run that failed counts as one that diverged."""
 
-    lam: tuple[float, ...]
-    losses: tuple[tuple[float, ...], ...]  # (seeds, grid), nan where it diverged or failed
-    start: tuple[float, ...]  # the loss before training, of each seed
-    seeds: tuple[int, ...]
-    best: tuple[float, ...]  # the least loss of all methods, of each seed
     diverged: int  # runs of the whole grid, of all seeds
     failed: int
     runs: int
@@ -52,21 +42,6 @@ class Curve:
             return Cell.of(LOSS, [math.nan] * len(self.seeds), self.seeds)
         column = self.lam.index(self.best_lam)
         return Cell.of(LOSS, [row[column] for row in self.losses], self.seeds)
-
-    @cached_property
-    def sensitivity(self) -> Cell:
-        """From its own best; one value for each seed."""
-        pairs = zip(self.losses, self.start, strict=True)
-        return Cell.of(LOSS, [lr_sensitivity(self.lam, *pair) for pair in pairs])
-
-    @cached_property
-    def usable(self) -> Estimate:
-        """Decades that end within 5 % of the way from the best of all methods to the start."""
-        return usable_decades(self.lam, self.losses, self.start, best=self.best)
-
-    @cached_property
-    def recommended(self) -> float | None:
-        return recommended_lam(self.lam, self.losses, self.start, best=self.best)
 
     def capped(self) -> tuple[list[float], list[float]]:
         """Mean and standard deviation over the seeds, no loss above the one at the start."""
@@ -148,10 +123,10 @@ class Outcome:
     def _curve(self, records: Mapping[Lane, Record], lanes: Mapping[int, list[Lane]]) -> Curve:
         return Curve(
             self.lam,
-            tuple(tuple(final(records[lane], LOSS) for lane in row) for row in lanes.values()),
-            tuple(_start(records, self.grid, seed=seed) for seed in lanes),
-            tuple(lanes),
-            tuple(self._best[seed] for seed in lanes),
+            list(lanes),
+            [[final(records[lane], LOSS) for lane in row] for row in lanes.values()],
+            [_start(records, self.grid, seed=seed) for seed in lanes],
+            [self._best[seed] for seed in lanes],
             sum(r.diverged_at is not None for r in records.values()),
             sum(r.status == "failed" for r in records.values()),
             len(records),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from wngrad.lab.report.cells import ACCURACY, HIGHER, Cell
 from wngrad.lab.report.markdown import bullets
@@ -52,24 +53,18 @@ class Axis:
         return cell.mean < self.worst if self.higher else cell.mean > self.worst
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """The first section of a page: a table, with a sentence above it and a legend below."""
-
-    head: str
-    table: str  # the id of the table
-    heads: Sequence[str]
-    rows: str  # as HTML
-    legend: str = ""
-
-
 class Report(ABC):
     """A report of results; the two kinds are that of the paper's figures and that of a task.
+
+    HEAD and TABLE are the title and the id of the page's first table.
 
     Args:
         notes: remarks to print beside those of the records.
         recipe: what the user calls the sweep on the command line, if not by its name.
     """
+
+    HEAD: ClassVar[str]
+    TABLE: ClassVar[str]
 
     def __init__(self, results: Results, notes: Sequence[str] = (), recipe: str = "") -> None:
         self.results, self.notes, self.recipe = results, list(notes), recipe
@@ -79,8 +74,12 @@ class Report(ABC):
         """The answer to the sweep's question, in a sentence."""
 
     @abstractmethod
-    def section(self) -> Section:
-        """The first section of the page."""
+    def heads(self) -> Sequence[str]:
+        """The heads of the first table's columns."""
+
+    @abstractmethod
+    def cards(self) -> list[str]:
+        """The rows of the first table, as HTML."""
 
     @abstractmethod
     def opening(self) -> list[str]:
@@ -97,6 +96,10 @@ class Report(ABC):
     @abstractmethod
     def commands(self) -> list[str]:
         """The commands that make these very results again, and the report."""
+
+    def legend(self) -> str:
+        """What the columns of the first table mean, if that must be said."""
+        return ""
 
     def markdown(self) -> str:
         """The summary: the opening, and what it all rests on."""

@@ -3,42 +3,62 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from statistics import fmean
 
-import numpy as np
-
+from wngrad.lab.report import sensitivity
 from wngrad.lab.report.cells import Cell
 from wngrad.lab.report.results import Best, Results
-from wngrad.lab.report.sensitivity import (
-    WITHIN,
-    Estimate,
-    Range,
-    lr_sensitivity,
-    usable_decades,
-    usable_range,
-)
+from wngrad.lab.report.sensitivity import WITHIN, Estimate, Range
 from wngrad.lab.train.spec import Metric
 
 BY: Metric = "test_loss"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One optimizer; None stands for what its lanes do not suffice to measure."""
+@dataclass(frozen=True)
+class Curves:
+    """The final losses of an optimizer over the grid, of every seed that has them all."""
 
-    optimizer: str
-    best: Best | None
-    usable: Range | None
-    sensitivity: Cell | None  # in units of the loss
-    decades: Estimate | None
-    diverged: int
-    lanes: int  # that have a result
-    failed: int
+    lam: Sequence[float]
+    seeds: Sequence[int]
+    losses: Sequence[Sequence[float]]  # (seeds, grid), nan where it diverged
+    start: Sequence[float]  # the loss before training, of each seed
+    best: Sequence[float]  # the least loss of all optimizers, of each seed
+
+    @cached_property
+    def sensitivity(self) -> Cell:
+        """From the optimizer's own best; one value for each seed."""
+        pairs = zip(self.losses, self.start, strict=True)
+        values = [sensitivity.lr_sensitivity(self.lam, *pair) for pair in pairs]
+        return Cell.of(BY, values, self.seeds)
+
+    @cached_property
+    def usable(self) -> Range | None:
+        """The λ that end near enough to the best of all optimizers."""
+        return sensitivity.usable_range(self.lam, self.losses, self.start, best=self.best)
+
+    @cached_property
+    def decades(self) -> Estimate:
+        """The number of decades that are usable."""
+        return sensitivity.usable_decades(self.lam, self.losses, self.start, best=self.best)
 
     @property
     def recommended(self) -> float | None:
-        return None if self.usable is None else self.usable.middle
+        return self.usable.middle if self.usable else None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One optimizer of a sweep."""
+
+    optimizer: str
+    best: Best | None
+    curves: Curves | None  # None if no seed has them
+    diverged: int
+    lanes: int  # that have a result
+    failed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,56 +69,41 @@ class Dependence:
     limit: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Curves:
-    """The seeds of an optimizer that have a loss at every λ, or have diverged there."""
-
-    seeds: list[int]
-    losses: Any  # (seeds, grid)
-    start: Any  # (seeds,)
-
-
 def measure(results: Results) -> Dependence:
     """The dependence on λ; usable is measured from the best of all optimizers, seed by seed."""
-    curves = {name: _curves(results, name) for name in results.sweep.optimizers}
-    lowest = _best_of_all(curves)
-    rows = [_row(results, name, curves[name], lowest) for name in results.sweep.optimizers]
-    starts = {s: b for c in curves.values() for s, b in zip(c.seeds, c.start, strict=True)}
-    limits = [low + WITHIN * (starts[s] - low) for s, low in lowest.items() if low < starts[s]]
-    return Dependence(rows, float(np.mean(limits)) if limits else None)
+    every = {name: _losses(results, name) for name in results.sweep.optimizers}
+    start = {seed: first for each in every.values() for seed, (first, _) in each.items()}
+    lowest = dict.fromkeys(start, math.inf)
+    for each in every.values():
+        for seed, (_, losses) in each.items():
+            lowest[seed] = min([lowest[seed], *filter(math.isfinite, losses)])
+    limits = [low + WITHIN * (start[s] - low) for s, low in lowest.items() if low < start[s]]
+    rows = [_row(results, name, each, lowest) for name, each in every.items()]
+    return Dependence(rows, fmean(limits) if limits else None)
 
 
-def _curves(results: Results, name: str) -> _Curves:
+def _losses(results: Results, name: str) -> dict[int, tuple[float, list[float]]]:
+    """The loss at the start and the final losses over the grid, of each seed that has them all."""
     cells = [results.by_seed(name, lam, BY) for lam in sorted(results.sweep.lam)]
     starts = results.starts(name, BY)
-    losses = {
-        seed: [by_seed[seed] for by_seed in cells]
+    return {
+        seed: (start, [by_seed[seed] for by_seed in cells])
         for seed in results.sweep.seeds
-        if starts.get(seed) is not None and all(seed in by_seed for by_seed in cells)
+        if (start := starts.get(seed)) is not None and all(seed in by_seed for by_seed in cells)
     }
-    start = np.array([starts[seed] for seed in losses], float)
-    return _Curves(list(losses), np.array(list(losses.values())), start)
 
 
-def _best_of_all(curves: dict[str, _Curves]) -> dict[int, float]:
-    """For each seed the lowest loss that any optimizer reached."""
-    lowest: dict[int, float] = {}
-    for curve in curves.values():
-        for seed, losses in zip(curve.seeds, curve.losses, strict=True):
-            least = float(np.nanmin(np.append(losses, math.inf)))
-            lowest[seed] = min(lowest.get(seed, math.inf), least)
-    return lowest
-
-
-def _row(results: Results, name: str, curves: _Curves, lowest: dict[int, float]) -> Row:
-    best, lam = results.best(name, BY), sorted(results.sweep.lam)
+def _row(
+    results: Results,
+    name: str,
+    losses: dict[int, tuple[float, list[float]]],
+    lowest: dict[int, float],
+) -> Row:
+    curves = None
+    if losses:
+        start, table = zip(*losses.values(), strict=True)
+        best = [min(lowest[seed], first) for seed, first in zip(losses, start, strict=True)]
+        curves = Curves(sorted(results.sweep.lam), list(losses), table, start, best)
     failed = sum(record.lane.optimizer == name for record in results.failed)
     counts = (results.diverged(name), results.finished(name), failed)
-    if not curves.seeds:
-        return Row(name, best, None, None, None, *counts)
-    least = np.minimum([lowest[seed] for seed in curves.seeds], curves.start)
-    usable = usable_range(lam, curves.losses, curves.start, best=least)
-    decades = usable_decades(lam, curves.losses, curves.start, best=least)
-    pairs = zip(curves.losses, curves.start, strict=True)
-    sensitivity = Cell.of(BY, [lr_sensitivity(lam, *pair) for pair in pairs], curves.seeds)
-    return Row(name, best, usable, sensitivity, decades, *counts)
+    return Row(name, results.best(name, BY), curves, *counts)

@@ -21,8 +21,8 @@ def render(report: Report) -> str:
     """The page, as text."""
     from plotly.offline import get_plotlyjs
 
-    results, section, optimizers = report.results, report.section(), _optimizers(report.results)
-    sweep = results.sweep
+    results, sweep = report.results, report.results.sweep
+    optimizers = _optimizers(results)
     parts = {
         "name": escape(sweep.name),
         "claim": escape(sweep.claim),
@@ -30,12 +30,12 @@ def render(report: Report) -> str:
         "epoch": str(results.epochs),
         "commands": " and ".join(f"<code>{escape(text)}</code>" for text in report.commands()),
         "marks": escape(report.marks()),
-        "head": section.head,
+        "head": report.HEAD,
         "verdicts": escape(report.verdict()),
-        "table": section.table,
-        "heads": "".join(map(_head, section.heads)),
-        "rows": section.rows,
-        "legend": escape(section.legend),
+        "table": report.TABLE,
+        "heads": "".join(map(_head, report.heads())),
+        "rows": "".join(report.cards()),
+        "legend": escape(report.legend()),
         "optimizers": "".join(map(_checkbox, optimizers)),
         "choices": _choices(results),
         "charts_over_lam": "".join(_chart(results, "lam", metric) for metric in sweep.metrics),

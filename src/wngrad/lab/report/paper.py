@@ -9,7 +9,7 @@ from functools import cached_property
 from html import escape
 
 from wngrad.lab.report import page
-from wngrad.lab.report.base import PICTURE, Axis, Report, Section
+from wngrad.lab.report.base import PICTURE, Axis, Report
 from wngrad.lab.report.cells import ACCURACY, label, lam_text
 from wngrad.lab.report.claims import Finding
 from wngrad.lab.report.markdown import table
@@ -22,6 +22,8 @@ CEILING = 10.0
 
 class PaperReport(Report):
     """The report of a sweep that has claims."""
+
+    HEAD, TABLE = "What is claimed, and what was measured", "claims"
 
     @cached_property
     def findings(self) -> Sequence[Finding]:
@@ -36,10 +38,11 @@ class PaperReport(Report):
         parts += [f"{unknown} cannot be judged"] if unknown else []
         return f"{'; '.join(parts)}.{self.provisional()}"
 
-    def section(self) -> Section:
-        heads = ("claim", "source", "measured (mean ± sd)", "n (lanes)", "how judged", "verdict")
-        rows = "".join(map(_card, self.findings))
-        return Section("What is claimed, and what was measured", "claims", heads, rows)
+    def heads(self) -> Sequence[str]:
+        return ("claim", "source", "measured (mean ± sd)", "n (lanes)", "how judged", "verdict")
+
+    def cards(self) -> list[str]:
+        return [_card(finding) for finding in self.findings]
 
     def opening(self) -> list[str]:
         sweep = self.results.sweep

@@ -7,7 +7,7 @@ import shlex
 from functools import cached_property
 
 from wngrad.lab.report import dependence, page
-from wngrad.lab.report.base import PICTURE, Axis, Report, Section
+from wngrad.lab.report.base import PICTURE, Axis, Report
 from wngrad.lab.report.cells import ACCURACY, HIGHER, LOSSES, label, lam_text, lead
 from wngrad.lab.report.dependence import BY, Dependence, Row
 from wngrad.lab.report.markdown import plain, table
@@ -20,6 +20,8 @@ BEYOND = 3.0  # times the loss at the start: as far as a task's losses are drawn
 class TaskReport(Report):
     """The report of a sweep that has a task."""
 
+    HEAD, TABLE = "How much each optimizer depends on λ", "dependence"
+
     @cached_property
     def dependence(self) -> Dependence:
         return dependence.measure(self.results)
@@ -27,11 +29,9 @@ class TaskReport(Report):
     def verdict(self) -> str:
         return self.ranking() + self.provisional()
 
-    def section(self) -> Section:
-        heads, rows = self.heads(), self.rows()
-        cards = [page.card(row[0], dict(zip(heads[1:], row[1:], strict=True))) for row in rows]
-        head = "How much each optimizer depends on λ"
-        return Section(head, "dependence", heads, "".join(cards), self.legend())
+    def cards(self) -> list[str]:
+        heads = self.heads()[1:]
+        return [page.card(row[0], dict(zip(heads, row[1:], strict=True))) for row in self.rows()]
 
     def opening(self) -> list[str]:
         sweep = self.results.sweep
@@ -69,7 +69,6 @@ class TaskReport(Report):
     # ----------------------------------------------------------------- the table of optimizers
 
     def heads(self) -> list[str]:
-        """The heads of the table's columns."""
         return [
             "optimizer",
             f"best {self.results.label(BY)}",
@@ -86,7 +85,6 @@ class TaskReport(Report):
         return [self._cells(row) for row in self.dependence.rows]
 
     def legend(self) -> str:
-        """What the columns mean."""
         results, grid, start = self.results, self.results.sweep.lam, self.results.start(BY)
         before = "" if start is None else f" (here {start:.3g})"
         return (
@@ -103,19 +101,19 @@ class TaskReport(Report):
 
     def ranking(self) -> str:
         """Who reaches the lowest loss, and who does over the widest range, in a sentence."""
-        bests = [(r.best, r) for r in self.dependence.rows if r.best and r.decades]
-        if not bests:
+        pairs = [(r.best, r.curves) for r in self.dependence.rows if r.best and r.curves]
+        if not pairs:
             return "No optimizer has a result at every λ: see what was left out."
-        low, _ = min(bests, key=lambda pair: pair[0].cell.cost)
-        wide = max((row for _, row in bests), key=lambda r: r.decades.value if r.decades else 0)
+        low, _ = min(pairs, key=lambda pair: pair[0].cell.cost)
+        wide, widest = max(pairs, key=lambda pair: pair[1].decades.value)
         near = [
-            label(b.optimizer) for b, _ in bests if b is not low and lead(low.cell, b.cell).noise
+            label(b.optimizer) for b, _ in pairs if b is not low and lead(low.cell, b.cell).noise
         ]
         level = f", within noise of {' and '.join(near)}" if near else ""
         return (
             f"Lowest {self.results.label(BY)}: {label(low.optimizer)}, {low.cell} at "
             f"λ = {lam_text(low.lam)}{level}. Most usable decades: {label(wide.optimizer)}, "
-            f"{wide.decades}."
+            f"{widest.decades}."
         )
 
     def _cells(self, row: Row) -> list[str]:
@@ -128,9 +126,9 @@ class TaskReport(Report):
                 for metric in self._others()
             ),
             lam_text(best.lam if best else None),
-            lam_text(row.recommended),
-            str(row.sensitivity or "–"),
-            str(row.decades or "–"),
+            lam_text(row.curves.recommended if row.curves else None),
+            str(row.curves.sensitivity) if row.curves else "–",
+            str(row.curves.decades) if row.curves else "–",
             f"{row.diverged} of {row.lanes}{failed}",
         ]
 
