@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from typer.testing import CliRunner
 
-from experiments.tournament import contestants, slot, tables, tasks
+from experiments.tournament import contestants, run, slot, tables, tasks
 from experiments.tournament import page as report
 from experiments.tournament import plan as tournament
 from experiments.tournament.__main__ import app
@@ -574,9 +574,30 @@ def test_records_from_elsewhere_are_taken_over_only_where_they_fit(tmp_path: Pat
         games.run()
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.faults)]
-)
+def test_a_signal_stops_the_workers_and_what_is_done_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The small case of the test below: a worker that only waits."""
+    part = tournament.plan(["wine"], ["sgd"], 1, "cpu")[1]
+    games = Tournament([part], tmp_path / "out", tmp_path / "work", say=lambda text: None)
+    done = Record(part.sweep.lanes[0], "done", "", None, {"train_loss": [0.5]}, {}, {})
+    run._put(done, games._store(part))
+    workers: list[subprocess.Popen[str]] = []
+
+    def start(self: Tournament, part: tournament.Part) -> subprocess.Popen[str]:
+        command = [sys.executable, "-S", "-c", "input()"]
+        workers.append(subprocess.Popen(command, stdin=-1, stdout=-1, text=True))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return workers[-1]
+
+    monkeypatch.setattr(Tournament, "_start", start)
+    assert games.run() == 128 + signal.SIGTERM
+    assert {worker.returncode for worker in workers} == {-signal.SIGTERM}
+    assert exported(tmp_path / "out/wine-grid.jsonl") == [done]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_whatever_stops_it_nothing_goes_on_and_what_is_done_is_exported(
     tmp_path: Path, number: int
 ) -> None:
@@ -598,7 +619,7 @@ def test_whatever_stops_it_nothing_goes_on_and_what_is_done_is_exported(
 def test_a_worker_ends_with_the_pipe_that_the_tournament_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a tournament that is killed leaves behind: the small case of the test above."""
+    """The small case of a tournament that is killed."""
     ours, theirs = os.pipe()
     signals: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *args: signals.append(args))
