@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 import wngrad
-from experiments.study import figure
 from wngrad.batch.minimizer import minimize
 from wngrad.batch.result import Status
 from wngrad.batch.starts import BInit
@@ -85,6 +84,8 @@ def _settings(problem: Problem) -> Iterator[tuple[str, str, float, BInit]]:
 
 def write(rows: list[Row], out: Path) -> list[Path]:
     """The records as JSON, a table as Markdown, and a picture."""
+    from experiments.study import figure  # which knows the rows of this module
+
     out.mkdir(parents=True, exist_ok=True)
     record = {
         "command": "python -m experiments.study",
