@@ -92,15 +92,14 @@ def test_the_versions_agree():
 @pytest.mark.parametrize("name", ["figure-1", "figure-2", "figure-3"])
 def test_the_figures_pages_are_what_the_records_say(name):
     from wngrad.lab.recipes import RECIPES
-    from wngrad.lab.report.builder import markdown
+    from wngrad.lab.report.paper import PaperReport
     from wngrad.lab.report.results import Results
     from wngrad.lab.run.store import exported
 
-    results = Results(RECIPES[name], exported(ROOT / "results" / f"{name}.jsonl"))
-    findings = [claim.measure(results) for claim in RECIPES[name].claims]
+    report = PaperReport(Results(RECIPES[name], exported(ROOT / "results" / f"{name}.jsonl")))
     page = ROOT / "docs" / "figures" / name / "summary.md"
-    assert page.read_text() == markdown(results, findings)
-    held = sum(finding.holds is True for finding in findings)
+    assert page.read_text() == report.markdown()
+    held = sum(finding.holds is True for finding in report.findings)
     link = f"]({page.relative_to(ROOT / 'docs')})"
     row = next(line for line in (ROOT / "docs/lab.md").read_text().splitlines() if link in line)
-    assert f"{held} of {len(findings)}" in row
+    assert f"{held} of {len(report.findings)}" in row

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +18,7 @@ from wngrad.lab.optimizers import OPTIMIZERS, SPARE_STYLES
 from wngrad.lab.recipes import RECIPES
 from wngrad.lab.report import builder, claims, figures, page
 from wngrad.lab.report.cells import Cell
-from wngrad.lab.report.commands import commands
+from wngrad.lab.report.paper import PaperReport
 from wngrad.lab.report.results import Results
 from wngrad.lab.train.spec import Lane, Record, Sweep
 
@@ -199,18 +201,19 @@ CASES = [
 
 @pytest.mark.parametrize(("claim", "final", "holds", "said"), CASES)
 def test_a_claim_is_judged_by_its_rule(claim, final, holds, said):
-    found = claim.measure(Results(SMALL, records(final=final)))
-    assert found.holds is holds, found.measured
-    assert said in found.measured
-    assert found.n >= 3
-    assert found.rule
+    finding = claim.measure(Results(SMALL, records(final=final)))
+    assert finding.holds is holds, finding.measured
+    assert said in finding.measured
+    assert finding.n >= 3
+    assert finding.rule
+    assert "{" not in finding.rule
 
 
 @pytest.mark.parametrize("claim", dict.fromkeys(case[0] for case in CASES))
 def test_a_claim_whose_lanes_are_missing_is_not_judged(claim):
-    found = claim.measure(Results(SMALL, [record(Lane("adam", 1.0, 0), 0.1), *records()[:1]]))
-    assert (found.holds, found.n, found.verdict) == (None, 0, "cannot be judged")
-    assert found.measured.startswith("no run of ")
+    finding = claim.measure(Results(SMALL, [record(Lane("adam", 1.0, 0), 0.1), *records()[:1]]))
+    assert (finding.holds, finding.n, finding.verdict) == (None, 0, "cannot be judged")
+    assert finding.measured.startswith("no run of ")
 
 
 def test_a_claim_about_bests_is_not_judged_where_everything_diverged():
@@ -224,9 +227,9 @@ def test_one_diverged_seed_loses_against_none():
     lost = records(
         final=lambda lane: None if lane == Lane("wngrad", 1.0, 2) else finals[lane.optimizer]
     )
-    found = AHEAD.measure(Results(SMALL, lost))
-    assert found.holds is False
-    assert "1 of 3 diverged" in found.measured
+    finding = AHEAD.measure(Results(SMALL, lost))
+    assert finding.holds is False
+    assert "1 of 3 diverged" in finding.measured
 
 
 # Recipes.
@@ -246,19 +249,19 @@ def test_the_recipes_have_the_sizes_of_the_paper():
 def test_every_claim_of_a_recipe_can_be_judged_and_named(sweep):
     small = replace(sweep, seeds=(0, 1))
     results = Results(small, records(small, epochs=2))
-    found = [claim.measure(results) for claim in sweep.claims]
-    assert found
-    assert all(finding.holds is not None for finding in found)
-    assert {finding.source for finding in found} == {"ours" if sweep.name == "digits" else "paper"}
+    findings = PaperReport(results).findings
+    assert findings
+    assert all(finding.holds is not None for finding in findings)
+    assert {f.source for f in findings} == {"ours" if sweep.name == "digits" else "paper"}
 
 
 def test_the_commands_make_these_very_results_again():
-    whole = Results(SMALL, records())
-    assert commands(whole) == ["wngrad run small", "wngrad report small"]
+    whole = PaperReport(Results(SMALL, records()))
+    assert whole.commands() == ["wngrad run small", "wngrad report small"]
     part = [r for r in records(epochs=2, note="JPEG copy") if r.lane.seed == 0]
-    run, told = commands(Results(SMALL, part), "mine:SMALL")
+    run, report = PaperReport(Results(SMALL, part), recipe="mine:SMALL").commands()
     assert run == "wngrad run mine:SMALL --epochs 2 --seeds 1 --note 'JPEG copy'"
-    assert told == "wngrad report mine:SMALL"
+    assert report == "wngrad report mine:SMALL"
 
 
 def test_records_of_another_experiment_are_foreign():
@@ -268,8 +271,8 @@ def test_records_of_another_experiment_are_foreign():
 
 
 def test_a_lambda_that_lost_seeds_is_not_the_best():
-    some = [r for r in records(final=steep) if r.lane.lam != 0.1 or r.lane.seed == 0]
-    assert Results(SMALL, some).best("sgd").lam != 0.1
+    fewer = [r for r in records(final=steep) if r.lane.lam != 0.1 or r.lane.seed == 0]
+    assert Results(SMALL, fewer).best("sgd").lam != 0.1
     assert Results(SMALL, records(final=steep)).best("sgd").lam == 0.1
 
 
@@ -298,10 +301,9 @@ def test_a_report_is_a_page_two_pictures_and_a_summary(tmp_path):
 
 
 def test_the_order_of_the_records_changes_nothing():
-    forth, back = Results(SMALL, records()), Results(SMALL, records()[::-1])
-    found = [AHEAD.measure(results) for results in (forth, back)]
-    assert builder.markdown(forth, found[:1]) == builder.markdown(back, found[1:])
-    assert page.render(forth, found[:1], []) == page.render(back, found[1:], [])
+    forth, back = (PaperReport(Results(SMALL, r)) for r in (records(), records()[::-1]))
+    assert forth.markdown() == back.markdown()
+    assert page.render(forth) == page.render(back)
 
 
 SUBSETS = {
@@ -315,10 +317,14 @@ SUBSETS = {
 }
 
 
-@pytest.mark.parametrize("found", SUBSETS.values(), ids=SUBSETS)
-def test_a_report_is_written_from_whatever_is_there(found, tmp_path):
+@pytest.mark.parametrize("subset", SUBSETS.values(), ids=SUBSETS)
+def test_a_report_is_made_of_whatever_is_there(subset):
     sweep = replace(SMALL, claims=(AHEAD, TRAINS, WAY, ROBUST), curves_at=(0.1, 1.0))
-    assert all(path.stat().st_size for path in builder.write(sweep, found, tmp_path))
+    report, picture = PaperReport(Results(sweep, subset)), io.BytesIO()
+    assert page.render(report)
+    assert report.markdown()
+    figures.draw(report).savefig(picture, dpi=20)
+    assert picture.tell()
 
 
 STATES = st.sampled_from(("none", "failed", "lost", "short", "done"))
@@ -334,31 +340,32 @@ def test_no_subset_of_records_makes_a_report_raise(states, draw):
         "done": lambda lane: record(lane, draw.draw(st.floats(0, 1e300))),
     }
     pairs = zip(SMALL.lanes, states, strict=True)
-    results = Results(SMALL, [made[state](lane) for lane, state in pairs if state in made])
-    every = [claim.measure(results) for claim in (*SMALL.claims, *(case[0] for case in CASES))]
-    assert "## Claims" in builder.markdown(results, every)
-    assert "{{" not in page.render(results, every, []).partition('<script type="application')[0]
+    sweep = replace(SMALL, claims=tuple(case[0] for case in CASES))
+    report = PaperReport(
+        Results(sweep, [made[state](lane) for lane, state in pairs if state in made])
+    )
+    assert "## Claims" in report.markdown()
+    with mock.patch("plotly.offline.get_plotlyjs", return_value=""):  # megabytes
+        assert "{{" not in page.render(report).partition('<script type="application')[0]
 
 
-@pytest.mark.parametrize("found", [[], [failed(Lane("other", 1.0, 0))]])
-def test_no_record_of_the_sweep_is_the_callers_mistake(found, tmp_path):
+@pytest.mark.parametrize("strangers", [[], [failed(Lane("other", 1.0, 0))]])
+def test_no_record_of_the_sweep_is_the_callers_mistake(strangers, tmp_path):
     with pytest.raises(ValueError, match="report: `records` must hold a lane of the sweep 'small'"):
-        builder.write(SMALL, found, tmp_path)
+        builder.write(SMALL, strangers, tmp_path)
 
 
 def test_cells_of_a_markdown_table_escape_what_would_break_it():
-    found = failed(SMALL.lanes[0], "a | b\n<b>")
-    claim = replace(AHEAD, text="one | two")
-    results = Results(replace(SMALL, claims=(claim,)), [found])
-    text = builder.markdown(results, [claim.measure(results)])
+    sweep = replace(SMALL, claims=(replace(AHEAD, text="one | two"),))
+    text = PaperReport(Results(sweep, [failed(SMALL.lanes[0], "a | b\n<b>")])).markdown()
     assert r"| one \| two | paper |" in text
     assert "(a | b &lt;b>)" in text
 
 
 def test_text_of_a_record_cannot_leave_its_place_in_the_page():
     evil = "</script><script>alert(1)</script>{{plotly}}"
-    results = Results(SMALL, records(note=evil))
-    text = page.render(results, [], ["<img src=x>"])
+    sweep = replace(SMALL, claims=(replace(AHEAD, text=evil),))
+    text = page.render(PaperReport(Results(sweep, records(note=evil)), ["<img src=x>"]))
     assert evil not in text
     assert "&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt;{{plotly}}" in text
     assert "<img" not in text.partition("<script")[0]
@@ -376,7 +383,7 @@ def test_optimizers_keep_their_looks_and_strangers_get_one():
 
 def marks(final: Callable[[Lane], float | None], marker: str) -> list[int]:
     """How many points each panel marks so, on its edge or in itself."""
-    fig = figures.draw(Results(SMALL, records(final=final)))
+    fig = figures.draw(PaperReport(Results(SMALL, records(final=final))))
     lines = [[line for line in ax.lines if line.get_marker() == marker] for ax in fig.get_axes()]
     return [sum(len(line.get_xdata()) for line in panel) for panel in lines]
 
@@ -391,7 +398,7 @@ def test_a_figure_marks_losses_above_its_ceiling_on_the_edge():
     def high(lane: Lane) -> float:
         return 1e5 if lane == Lane("sgd", 10.0, 0) else 0.5
 
-    drawn = figures.draw(Results(SMALL, records(final=high))).get_axes()[0]
+    drawn = figures.draw(PaperReport(Results(SMALL, records(final=high)))).get_axes()[0]
     edge = [line for line in drawn.lines if line.get_markerfacecolor() == "white"]
     assert [x for line in edge for x in line.get_xdata()] == [10.0]
     assert drawn.get_ylim()[1] < 20

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from wngrad.lab.report import builder, figures, sweep_table
-from wngrad.lab.report.axes import axis, marks
+from wngrad.lab.report import builder, figures, page
+from wngrad.lab.report.dependence import Row, measure
 from wngrad.lab.report.results import Results
 from wngrad.lab.report.sensitivity import lr_sensitivity, usable_decades
+from wngrad.lab.report.task import TaskReport
 from wngrad.lab.train.spec import Lane, Record, Sweep
 
 SWEEP = Sweep(
@@ -49,48 +46,56 @@ def record(lane: Lane, loss: float | None, score: float | None, start: float = S
 
 
 def records(value: Final = final, score: Final | None = None) -> list[Record]:
-    found = []
+    out = []
     for lane in SWEEP.lanes:
         loss = value(lane)
         own = score(lane) if score else None if loss is None else 1 - loss / START
-        found.append(record(lane, loss, own))
-    return found
+        out.append(record(lane, loss, own))
+    return out
 
 
-def row(results: Results, name: str) -> sweep_table.Row:
-    return next(row for row in sweep_table.rows(results) if row.optimizer == name)
+def row(results: Results, name: str) -> Row:
+    return next(row for row in measure(results).rows if row.optimizer == name)
+
+
+def cells(results: Results, name: str) -> dict[str, str]:
+    """An optimizer's row of the table, by the heads of the columns."""
+    report = TaskReport(results)
+    index = SWEEP.optimizers.index(name)
+    return dict(zip(report.heads(), report.rows()[index], strict=True))
 
 
 def test_the_table_is_what_the_library_says_of_the_records():
     results = Results(SWEEP, records())
-    found = row(results, "wngrad")
+    measured = row(results, "wngrad")
     losses = [[final(Lane("wngrad", lam, seed)) for lam in SWEEP.lam] for seed in SWEEP.seeds]
     starts = [START] * 3
-    assert found.sensitivity.mean == pytest.approx(lr_sensitivity(SWEEP.lam, losses, starts))
+    assert measured.curves.sensitivity.mean == pytest.approx(
+        lr_sensitivity(SWEEP.lam, losses, starts)
+    )
     best = [1.0, 1.01, 1.02]  # of all, seed by seed
-    assert found.decades == usable_decades(SWEEP.lam, losses, starts, best=best)
-    assert found.best.lam == 0.1
+    assert measured.curves.decades == usable_decades(SWEEP.lam, losses, starts, best=best)
+    assert measured.best.lam == 0.1
     # The limit of the mean curve is 1.01 + 5 % of 2.99; from 0.1 down it rises by 1 a decade.
-    assert found.usable.low == pytest.approx(10**-1.1495)
-    assert found.usable.open_high
-    assert found.recommended == pytest.approx(math.sqrt(10**-1.1495 * 10))
-    assert (found.diverged, found.lanes, found.failed) == (0, 12, 0)
+    assert measured.curves.usable.low == pytest.approx(10**-1.1495)
+    assert measured.curves.usable.open_high
+    assert measured.curves.recommended == pytest.approx(math.sqrt(10**-1.1495 * 10))
+    assert (measured.diverged, measured.lanes, measured.failed) == (0, 12, 0)
 
 
 def test_what_diverged_is_counted_and_never_best():
-    found = row(Results(SWEEP, records()), "sgd")
-    assert (found.diverged, found.lanes) == (3, 12)
-    assert found.best.lam == 0.1
-    assert not found.decades.at_least
+    measured = row(Results(SWEEP, records()), "sgd")
+    assert (measured.diverged, measured.lanes) == (3, 12)
+    assert measured.best.lam == 0.1
+    assert not measured.curves.decades.at_least
 
 
 def test_an_optimizer_that_is_never_near_the_best_of_all_has_no_recommended_lambda():
     results = Results(SWEEP, records())
-    found = row(results, "peers:Fast")
-    assert found.recommended is None
-    assert found.decades.value == 0.0
-    heads, texts = sweep_table.heads(results), sweep_table.texts(results, found)
-    assert dict(zip(heads, texts, strict=True)) == {
+    measured = row(results, "peers:Fast")
+    assert measured.curves.recommended is None
+    assert measured.curves.decades.value == 0.0
+    assert cells(results, "peers:Fast") == {
         "optimizer": "peers:Fast",
         "best test loss": "2.01 ± 0.01 (n = 3)",
         "test R² there": "0.498 ± 0.0025 (n = 3)",
@@ -109,16 +114,16 @@ def test_failed_lanes_are_counted_and_leave_the_others_alone():
         for r in whole
     ]
     results = Results(SWEEP, lost)
-    found = row(results, "sgd")
-    assert (found.best, found.decades, found.failed) == (None, None, 12)
-    assert "0 of 0; 12 failed" in sweep_table.texts(results, found)
+    measured = row(results, "sgd")
+    assert (measured.best, measured.curves, measured.failed) == (None, None, 12)
+    assert cells(results, "sgd")["diverged lanes"] == "0 of 0; 12 failed"
     assert row(results, "wngrad") == row(Results(SWEEP, whole), "wngrad")
     assert sum("12 of 36 lanes failed" in line for line in results.left_out()) == 1
 
 
 def test_a_seed_that_is_not_whole_is_left_out_of_what_needs_all_lambda():
-    some = [r for r in records() if r.lane != Lane("wngrad", 1.0, 2)]
-    assert row(Results(SWEEP, some), "wngrad").decades.n == 2
+    fewer = [r for r in records() if r.lane != Lane("wngrad", 1.0, 2)]
+    assert row(Results(SWEEP, fewer), "wngrad").curves.decades.n == 2
 
 
 def test_a_metric_that_is_nan_is_told_in_one_line_and_the_losses_stand():
@@ -129,16 +134,15 @@ def test_a_metric_that_is_nan_is_told_in_one_line_and_the_losses_stand():
     good = Results(SWEEP, records())
     for name in SWEEP.optimizers:
         assert row(bad, name).best.lam == row(good, name).best.lam
-        assert row(bad, name).decades == row(good, name).decades
+        assert row(bad, name).curves.decades == row(good, name).curves.decades
 
 
 def test_the_sentence_names_the_lowest_loss_and_the_widest_range():
-    results = Results(SWEEP, records())
-    said = sweep_table.verdict(results, sweep_table.rows(results))
+    said = TaskReport(Results(SWEEP, records())).verdict()
     assert said.startswith("Lowest test loss: SGD, 1.01 ± 0.01 (n = 3) at λ = 0.1. Most")
     assert "Most usable decades: WNGrad, ≥ 2.1" in said
     nothing = Results(SWEEP, [Record(lane, "failed", "", None, {}) for lane in SWEEP.lanes])
-    assert "No optimizer has a result" in sweep_table.verdict(nothing, sweep_table.rows(nothing))
+    assert "No optimizer has a result" in TaskReport(nothing).verdict()
 
 
 def test_a_lead_within_noise_is_called_so():
@@ -148,26 +152,25 @@ def test_a_lead_within_noise_is_called_so():
         value = final(lane)
         return value and (value + 0.02 - 0.02 * lane.seed if lane.optimizer == "wngrad" else value)
 
-    results = Results(SWEEP, records(other))
-    said = sweep_table.verdict(results, sweep_table.rows(results))
+    said = TaskReport(Results(SWEEP, records(other))).verdict()
     assert "at λ = 0.1, within noise of WNGrad. Most" in said
 
 
 def test_a_loss_is_drawn_up_to_three_times_that_of_the_start():
-    results = Results(SWEEP, records())
-    on = axis(results, "test_loss")
+    report = TaskReport(Results(SWEEP, records()))
+    on = report.axis("test_loss")
     assert (on.log, on.worst) == (True, 12.0)
-    assert on.beyond(results.cell("peers:Fast", 10.0, "test_loss"))
-    assert "a mean test loss above 12 or test R² below -0.747" in marks(results)
+    assert on.beyond(report.results.cell("peers:Fast", 10.0, "test_loss"))
+    assert "a mean test loss above 12 or test R² below -0.747" in report.marks()
 
 
-def test_a_loss_below_zero_is_drawn_on_a_linear_axis(tmp_path):
+def test_a_loss_below_zero_is_drawn_on_a_linear_axis():
     low = [record(r.lane, None if final(r.lane) is None else final(r.lane) - 3, 0.5, 1.0) for r in
            records()]  # fmt: skip
-    results = Results(SWEEP, low)
-    assert not axis(results, "test_loss").log
-    assert figures.draw(results).get_axes()[0].get_yscale() == "linear"
-    assert builder.write(SWEEP, low, tmp_path)[0].exists()
+    report = TaskReport(Results(SWEEP, low))
+    assert not report.axis("test_loss").log
+    assert figures.draw(report).get_axes()[0].get_yscale() == "linear"
+    assert page.render(report)
 
 
 def test_the_summary_holds_the_table_how_it_was_run_and_the_command(tmp_path):
@@ -180,59 +183,9 @@ def test_the_summary_holds_the_table_how_it_was_run_and_the_command(tmp_path):
     assert "95 % interval over the seeds" in text
 
 
-def test_a_sweep_of_which_every_lane_failed_still_has_a_report(tmp_path):
+def test_a_sweep_of_which_every_lane_failed_still_has_a_report():
     lost = [Record(lane, "failed", "TypeError: no", None, {}) for lane in SWEEP.lanes]
-    builder.write(SWEEP, lost, tmp_path)
-    assert "36 of 36 lanes failed" in (tmp_path / "summary.md").read_text()
-
-
-# ------------------------------------------------------------------ in a real browser
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-
-
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium to open the page in")
-    evil = replace(SWEEP, metric_name="<b>R²</b>")
-    path: Path = builder.write(evil, records(), tmp_path_factory.mktemp("page"))[0]
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1366, "height": 900})
-        complaints: list[str] = []
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto(path.as_uri())
-        page.wait_for_function(
-            '() => document.querySelectorAll(".chart .plot-container").length === 4'
-        )
-        yield page
-        assert complaints == []
-        browser.close()
-
-
-def test_the_page_has_a_row_for_each_optimizer(opened):
-    rows = opened.locator("#dependence tbody tr")
-    assert rows.count() == 3
-    assert rows.nth(1).locator("td").first.inner_text() == "WNGrad"
-    assert "≥ 2.1" in rows.nth(1).inner_text()
-    assert opened.locator("b").count() == 0  # a metric's name is text
-
-
-def test_the_page_draws_where_a_lambda_is_usable_and_what_is_beyond(opened):
-    shapes = opened.evaluate('() => document.querySelectorAll(".chart")[0].layout.shapes')
-    assert [shape["y0"] for shape in shapes if shape["line"]["dash"] == "dash"] == [
-        pytest.approx(1.16, abs=0.01)
-    ]
-    axes = '() => [...document.querySelectorAll(".chart")].map((c) => c.layout.yaxis.type)'
-    assert opened.evaluate(axes) == ["log", "linear", "log", "linear"]
-
-
-@pytest.mark.parametrize("width", [1366, 390])
-def test_the_page_is_no_wider_than_the_window(opened, width):
-    opened.set_viewport_size({"width": width, "height": 844})
-    opened.wait_for_function(f"() => document.querySelector('.chart svg').clientWidth < {width}")
-    wider = "() => document.documentElement.scrollWidth - window.innerWidth"
-    assert opened.evaluate(wider) <= 0
+    report = TaskReport(Results(SWEEP, lost))
+    assert "36 of 36 lanes failed" in report.markdown()
+    assert "36 of 36 lanes failed" in page.render(report)
+    assert figures.draw(report).get_axes()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from typer.testing import CliRunner
 
-from experiments.tournament import contestants, tables, tasks
+from experiments.tournament import contestants, run, slot, tables, tasks
 from experiments.tournament import page as report
 from experiments.tournament import plan as tournament
 from experiments.tournament.__main__ import app
@@ -35,6 +35,7 @@ from wngrad.lab.train import data
 from wngrad.lab.train.programs.lone import Lone, optimizer
 from wngrad.lab.train.spec import Lane, Pack, Record, Setting, Sweep
 from wngrad.lab.train.task import Task
+from wngrad.lab.train.task import find as find_task
 
 ROOT = Path(__file__).parents[1]
 NAMES = [who.name for who in CONTESTANTS]
@@ -207,7 +208,7 @@ def test_cocob_has_no_lam_to_move() -> None:
 def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros in the shapes of the real data."""
 
-    def load(name: str) -> data.Data:
+    def load(name: str, folder: Path | None) -> data.Data:
         shape = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32), "digits": (64,)}[name]
         n, m = (1400, 397) if name == "digits" else (20_000, 4_000)
         x, y = torch.zeros(()).expand(n, *shape), torch.zeros(()).long().expand(n)
@@ -215,7 +216,7 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
     letters = bytes(range(tasks.LETTERS)) * (1_115_394 // tasks.LETTERS)
     monkeypatch.setattr(data, "load", load)
-    monkeypatch.setattr(tasks, "_text", lambda: letters)
+    monkeypatch.setattr(tasks, "_text", lambda folder: letters)
 
 
 @pytest.mark.usefixtures("no_files")
@@ -283,19 +284,35 @@ def test_a_text_that_is_missing_or_wrong_is_named(
     (tmp_path / tasks.TEXT).write_text("To be")
     with pytest.raises(data.DataError, match="expected md5 6fb458f1"):
         tasks.characters(1, 1)
+    monkeypatch.delenv("WNGRAD_DATA")
+    with pytest.raises(data.DataError, match="expected md5 6fb458f1"):
+        tasks.characters(1, 1, folder=tmp_path)
 
 
-@pytest.mark.parametrize("said", ["0", "2", "nan", "half"])
-def test_a_scale_is_a_fraction(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WNGRAD_SCALE", said)
+@pytest.mark.parametrize("scale", [0, 2, math.nan])
+def test_a_scale_is_a_fraction(scale: float) -> None:
     with pytest.raises(ValueError, match="tournament: `scale` must be > 0 and <= 1, got"):
-        tasks.table("wine")
+        tasks.table("wine", scale=scale)
+    with pytest.raises(ValueError, match="tournament: `scale` must be > 0 and <= 1, got"):
+        tournament.plan(["wine"], ["sgd"], scale=scale)
 
 
-def test_a_scale_leaves_a_batch_to_train_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WNGRAD_SCALE", "0.01")
-    train, test = tasks.table("wine", 16)
+def test_a_scale_leaves_a_batch_to_train_on() -> None:
+    train, test = tasks.table("wine", 16, scale=0.01)
     assert (len(train[1]), len(test[1])) == (16, 1)
+
+
+def test_an_address_holds_the_scale_and_the_folder_of_the_data(tmp_path: Path) -> None:
+    assert find_task(tasks.address(tasks.wine)) is tasks.wine
+    part = tournament.plan(["wine"], ["sgd"], scale=0.5, folder=tmp_path / "a: b")[0]
+    task = find_task(part.sweep.task)
+    assert (task.name, task.batch) == ("wine", 16)
+    assert callable(task.train)
+    assert len(task.train()[0][1]) == 71  # half of 142
+    options = task.train.keywords  # type: ignore[attr-defined]
+    assert options == {"scale": 0.5, "folder": tmp_path / "a: b"}
+    with pytest.raises(ValueError, match=r"has no attribute 'wien'\. Did you mean 'wine'"):
+        find_task("experiments.tournament.tasks:wien")
 
 
 # ------------------------------------------------------------------------------- the lab
@@ -383,20 +400,20 @@ GRID = [
 
 
 def test_ranks_are_by_the_mean_and_who_lost_a_seed_is_last() -> None:
-    found = outcome(DEFAULTS, [])
-    assert found.ranks() == {"wngrad": 1, "adam": 1, "sgd": 3, "cocob": 4}
-    assert found.leaders() == {"wngrad", "adam"}
-    assert str(found.cell(CONTESTANTS[0])) == "61.00 ± 1.41 % (n = 2)"
+    wine = outcome(DEFAULTS, [])
+    assert wine.ranks == {"wngrad": 1, "adam": 1, "sgd": 3, "cocob": 4}
+    assert wine.leaders == {"wngrad", "adam"}
+    assert str(wine.cells["sgd"]) == "61.00 ± 1.41 % (n = 2)"
 
 
 def test_a_curve_is_measured_from_the_best_of_all_methods() -> None:
-    found = outcome([], GRID).curves()
-    ours, sgd = found["wngrad"], found["sgd"]
-    assert str(ours.usable) == "2.10 [2.10, 2.10]"  # two decades, and 5 % of one on either side
+    curves = outcome([], GRID).curves
+    ours, sgd = curves["wngrad"], curves["sgd"]
+    assert str(ours.decades) == "2.10 [2.10, 2.10]"  # two decades, and 5 % of one on either side
     assert ours.best_lam == 0.01
     assert ours.sensitivity.mean == pytest.approx(2 / 5)
-    assert sgd.seeds == (0,)  # the other seed does not have the whole grid
-    assert sgd.usable.value == 0  # 0.5 is nowhere near 0
+    assert sgd.seeds == [0]  # the other seed does not have the whole grid
+    assert sgd.decades.value == 0  # 0.5 is nowhere near 0
     assert sgd.sensitivity.mean == pytest.approx((0.5 + 0.5 + 0.5) / 5)
     assert sgd.best_lam == 0.01
     assert (sgd.diverged, sgd.failed, sgd.runs) == (1, 0, 8)
@@ -405,9 +422,9 @@ def test_a_curve_is_measured_from_the_best_of_all_methods() -> None:
 
 def test_a_failed_run_counts_as_lost_and_its_reason_is_printed() -> None:
     bad = [record("prodigy", 1.0, seed, None, why="ValueError: no") for seed in (0, 1)]
-    found = outcome([*DEFAULTS, *bad], GRID)
-    assert found.ranks()["prodigy"] == 4
-    page = report.markdown([found])
+    wine = outcome([*DEFAULTS, *bad], GRID)
+    assert wine.ranks["prodigy"] == 4
+    page = report.markdown([wine])
     assert "wine, default: Prodigy failed 2 times: ValueError: no" in page
     assert "lost 2 of 2 (4)" in page
 
@@ -447,8 +464,8 @@ def test_a_trial_at_a_smaller_scale_is_called_one() -> None:
 def test_the_page_and_its_pictures_are_written_from_exported_records(tmp_path: Path) -> None:
     records = tmp_path / "records"
     records.mkdir()
-    for question, found in (("default", DEFAULTS), ("grid", GRID)):
-        lines = [files.seal_json(r.to_json()) for r in found]
+    for question, runs in (("default", DEFAULTS), ("grid", GRID)):
+        lines = [files.seal_json(r.to_json()) for r in runs]
         (records / f"wine-{question}.jsonl").write_bytes(b"".join(lines))
     (tmp_path / report.VERDICT).write_text("By hand.\n")
     written = report.write(records, tmp_path / "page.md")
@@ -476,7 +493,7 @@ def test_the_page_in_the_docs_is_what_the_records_say() -> None:
     [
         (("--tasks", "chess"), "tournament: `tasks` must be of breast-cancer, wine"),
         (("--contestants", "lbfgs"), "tournament: `contestants` must be of sgd, sgd-momentum"),
-        (("--scale", "2"), "tournament: `scale` must be > 0 and <= 1, got '2.0'"),
+        (("--scale", "2"), "tournament: `scale` must be > 0 and <= 1, got 2.0"),
         (("--report", "--out", "nowhere"), "`records` must be a folder with records, got nowhere"),
     ],
 )
@@ -484,7 +501,6 @@ def test_a_mistake_is_one_line(
     words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WNGRAD_SCALE", "1")  # to be put back
     done = CliRunner().invoke(app, [*words])
     assert done.exit_code == 2
     assert said in done.output
@@ -492,49 +508,52 @@ def test_a_mistake_is_one_line(
 
 
 WINE = ["--device", "cpu", "--tasks", "wine"]
-SMALL = ["--contestants", "sgd", "--seeds", "1", "--scale", "0.2"]
+SMALL = ["--contestants", "sgd", "--seeds", "2", "--scale", "0.2"]
 
 
-@pytest.fixture
-def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+def play(folder: Path) -> Any:
     """A small tournament in a folder of its own, with real workers."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WNGRAD_DATA", "")
-    monkeypatch.setenv("WNGRAD_SCALE", "1")  # to be put back
-    return lambda: CliRunner().invoke(app, [*WINE, *SMALL])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("WNGRAD_DATA", "")
+        return CliRunner().invoke(app, [*WINE, *SMALL])
 
 
-def test_a_second_call_runs_only_what_the_exported_records_lack(
-    tmp_path: Path, play: Callable[[], Any]
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tournament that was run to its end."""
+    folder = tmp_path_factory.mktemp("played")
+    done = play(folder)
+    assert done.exit_code == 0, done.output
+    assert "36 runs, about" in done.output
+    assert "36 of 36 runs" in done.output
+    return folder
+
+
+def test_the_records_of_a_trial_say_their_scale(played: Path) -> None:
+    records = exported(played / "results/tournament/wine-default.jsonl")
+    assert [record.settings["note"] for record in records] == ["scale 0.2"] * 2
+
+
+def test_a_second_call_runs_what_is_missing_and_overwrites_no_records_of_other_conditions(
+    played: Path, tmp_path: Path
 ) -> None:
-    first = play()
-    assert first.exit_code == 0, first.output
-    assert "18 runs, about" in first.output
-    assert "18 of 18 runs" in first.output
-    path = tmp_path / "results/tournament/wine-grid.jsonl"
-    whole = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(whole[:3] + whole[4:]))
-    shutil.rmtree(tmp_path / "out")
-    again = play()
-    assert "17 runs have been made before" in again.output
-    assert path.read_bytes().splitlines(keepends=True) == whole
-    ran = (tmp_path / "out/tournament/wine-grid/sessions.jsonl").read_text().splitlines()
-    assert len(ran) == 1
-
-
-def test_records_of_other_conditions_are_not_overwritten(
-    tmp_path: Path, play: Callable[[], Any]
-) -> None:
+    """One record of the defaults is missing; those of the grid are another machine's."""
     folder = tmp_path / "results/tournament"
-    folder.mkdir(parents=True)
-    for question, lam in (("default", 1e-3), ("grid", 1e-5)):
-        foreign = record("sgd", lam, 0, 0.5)
-        (folder / f"wine-{question}.jsonl").write_bytes(files.seal_json(foreign.to_json()))
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    done = play()
-    assert done.exit_code == 1
-    assert "holds a sweep made under other conditions" in done.output
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    shutil.copytree(played / "results/tournament", folder)
+    default, grid = folder / "wine-default.jsonl", folder / "wine-grid.jsonl"
+    whole, foreign = default.read_bytes(), files.seal_json(record("sgd", 1e-5, 0, 0.5).to_json())
+    default.write_bytes(whole.splitlines(keepends=True)[0])
+    grid.write_bytes(foreign)
+    again = play(tmp_path)
+    assert again.exit_code == 1
+    assert "2 runs have been made before" in again.output
+    assert "wine-grid: " in again.output
+    assert "holds a sweep made under other conditions" in again.output
+    assert default.read_bytes() == whole
+    assert grid.read_bytes() == foreign
+    ran = (tmp_path / "out/tournament/wine-default/sessions.jsonl").read_text().splitlines()
+    assert len(ran) == 1
 
 
 def test_records_from_elsewhere_are_taken_over_only_where_they_fit(tmp_path: Path) -> None:
@@ -544,8 +563,8 @@ def test_records_from_elsewhere_are_taken_over_only_where_they_fit(tmp_path: Pat
     games = Tournament([part], tmp_path / "out", tmp_path / "work", known=[known], note="mine")
     made_here = session.environment("cpu") | part.sweep.identity() | {"note": "mine"}
     for settings, taken in (({"note": "theirs"}, 0), ({"torch": "1"}, 0), ({}, 1)):
-        found = Record(lane, "done", "", None, {}, made_here | settings, {})
-        (known / "wine-default.jsonl").write_bytes(files.seal_json(found.to_json()))
+        fits = Record(lane, "done", "", None, {}, made_here | settings, {})
+        (known / "wine-default.jsonl").write_bytes(files.seal_json(fits.to_json()))
         games._import(part)
         assert games.done(part) == taken
     other = Record(lane, "done", "", None, {}, {"note": "other"}, {})
@@ -555,39 +574,74 @@ def test_records_from_elsewhere_are_taken_over_only_where_they_fit(tmp_path: Pat
         games.run()
 
 
+def test_a_signal_stops_the_workers_and_what_is_done_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The small case of the test below: a worker that only waits."""
+    part = tournament.plan(["wine"], ["sgd"], 1, "cpu")[1]
+    games = Tournament([part], tmp_path / "out", tmp_path / "work", say=lambda text: None)
+    done = Record(part.sweep.lanes[0], "done", "", None, {"train_loss": [0.5]}, {}, {})
+    run._put(done, games._store(part))
+    workers: list[subprocess.Popen[str]] = []
+
+    def start(self: Tournament, part: tournament.Part) -> subprocess.Popen[str]:
+        command = [sys.executable, "-S", "-c", "input()"]
+        workers.append(subprocess.Popen(command, stdin=-1, stdout=-1, text=True))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return workers[-1]
+
+    monkeypatch.setattr(Tournament, "_start", start)
+    assert games.run() == 128 + signal.SIGTERM
+    assert {worker.returncode for worker in workers} == {-signal.SIGTERM}
+    assert exported(tmp_path / "out/wine-grid.jsonl") == [done]
+
+
+@pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_whatever_stops_it_nothing_goes_on_and_what_is_done_is_kept(
+def test_whatever_stops_it_nothing_goes_on_and_what_is_done_is_exported(
     tmp_path: Path, number: int
 ) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.tournament",
-        *WINE,
-        "--contestants",
-        "sgd,adam,wngrad",
-    ]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=-3, stderr=-3) as games:
-        kept = _soon(lambda: list((tmp_path / "out").glob("tournament/*/records/*.json")))
+    command = [sys.executable, "-m", "experiments.tournament", *WINE]
+    command += ["--contestants", "sgd,adam,wngrad"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=-3, stderr=-3) as games:
+        records = _soon(lambda: list((tmp_path / "out").glob("tournament/*/records/*.json")))
         games.send_signal(number)
-        assert games.wait(60) == (128 + number if number == signal.SIGTERM else -number)
+        assert games.wait(600) == (128 + number if number == signal.SIGTERM else -number)
     locks = list((tmp_path / "out").glob("tournament/*/locks/pack-*"))
     assert locks
     assert _soon(lambda: all(_free(path) for path in locks))  # the workers are gone, too
     out = tmp_path / "results/tournament"
     if number == signal.SIGTERM:
-        found = [r.lane.name for path in out.glob("*.jsonl") for r in exported(path)]
-        assert {path.stem for path in kept} <= set(found)
+        names = [r.lane.name for path in out.glob("*.jsonl") for r in exported(path)]
+        assert {path.stem for path in records} <= set(names)
 
 
-def _soon(found: Callable[[], Any], seconds: float = 100.0) -> Any:
+def test_a_worker_ends_with_the_pipe_that_the_tournament_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The small case of a tournament that is killed."""
+    ours, theirs = os.pipe()
+    signals: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *args: signals.append(args))
+    with os.fdopen(ours) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        os.write(theirs, b"more")
+        os.close(theirs)
+        slot._watch()
+    assert signals == [(os.getpid(), signal.SIGTERM)]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "WNGRAD_DATA": ""}
+
+
+def _soon(ready: Callable[[], Any], seconds: float = 600.0) -> Any:
     end = time.monotonic() + seconds
-    while not (value := found()) and time.monotonic() < end:
+    while not (value := ready()) and time.monotonic() < end:
         time.sleep(0.1)
     return value
 
 
 def _free(path: Path) -> bool:
-    with files.lock(path, wait=False) as mine:
-        return mine
+    with files.lock(path, wait=False) as free:
+        return free

@@ -45,11 +45,10 @@ def draw(rows: Sequence[Row], max_steps: int, path: Path) -> None:
 def _panel(ax: Any, rows: Sequence[Row], max_steps: int) -> None:
     for i, ((method, label), color) in enumerate(zip(LABELS.items(), COLORS, strict=False)):
         above = max_steps * 1.35 ** (i + 1)  # each method's own line for what did not arrive
-        mine = [r for r in rows if r.method == method]
+        runs = [r for r in rows if r.method == method]
         # A constant step η is drawn at b/L = 1/(ηL), so that all methods share an axis.
-        at = sorted(
-            (1 / r.value if method == "constant" else r.value, r.status, r.steps) for r in mine
-        )
+        power = -1 if method == "constant" else 1
+        at = sorted((r.value**power, r.status, r.steps) for r in runs)
         done = [(v, max(steps, 1)) for v, status, steps in at if status == "converged"]
         lost = [v for v, status, _ in at if status == "diverged"]
         late = [v for v, status, _ in at if status not in ("converged", "diverged")]

@@ -36,16 +36,8 @@ class Row:
 
 def problems() -> list[Problem]:
     """Nine problems with a known L; the last starts where f(x₁) − f* is 550,000 times L."""
-    names = (
-        "quadratic",
-        "least-squares",
-        "logistic",
-        "logistic-l2",
-        "huber",
-        "softplus",
-        "geman-mcclure",
-        "booth",
-    )
+    names = ["quadratic", "least-squares", "logistic", "logistic-l2"]
+    names += ["huber", "softplus", "geman-mcclure", "booth"]
     far = quadratic((0.1, 1.0))
     return [*(ZOO[name]() for name in names), replace(far, name="far start", x0=1e3 * far.x0)]
 
@@ -92,6 +84,8 @@ def _settings(problem: Problem) -> Iterator[tuple[str, str, float, BInit]]:
 
 def write(rows: list[Row], out: Path) -> list[Path]:
     """The records as JSON, a table as Markdown, and a picture."""
+    from experiments.study import figure  # which knows the rows of this module
+
     out.mkdir(parents=True, exist_ok=True)
     record = {
         "command": "python -m experiments.study",
@@ -105,7 +99,7 @@ def write(rows: list[Row], out: Path) -> list[Path]:
     paths = [out / "study.json", out / "study.md", out / "study.png"]
     paths[0].write_text(json.dumps(record, indent=1) + "\n")
     paths[1].write_text(markdown(rows))
-    _draw(rows, paths[2])
+    figure.draw(rows, MAX_STEPS, paths[2])
     return paths
 
 
@@ -130,11 +124,11 @@ def markdown(rows: list[Row]) -> str:
     return "\n".join([*lines, "", *_reading(rows), ""])
 
 
-def _table_row(name: str, method: str, mine: list[Row]) -> str:
-    good = [r.steps for r in mine if r.status == "converged"]
-    bad = sum(r.status == "diverged" for r in mine)
+def _table_row(name: str, method: str, rows: list[Row]) -> str:
+    good = [r.steps for r in rows if r.status == "converged"]
+    bad = sum(r.status == "diverged" for r in rows)
     few, many = (f"{min(good):,}", f"{max(good):,}") if good else ("–", "–")
-    return f"| {name} | {method} | {len(good)} of {len(mine)} | {few} | {many} | {bad} |"
+    return f"| {name} | {method} | {len(good)} of {len(rows)} | {few} | {many} | {bad} |"
 
 
 def _of(rows: list[Row], method: str, problem: str | None = None) -> list[Row]:
@@ -142,8 +136,8 @@ def _of(rows: list[Row], method: str, problem: str | None = None) -> list[Row]:
 
 
 def _reading(rows: list[Row]) -> list[str]:
-    def converged(some: list[Row]) -> str:
-        return f"{sum(r.status == 'converged' for r in some)} of {len(some)}"
+    def converged(runs: list[Row]) -> str:
+        return f"{sum(r.status == 'converged' for r in runs)} of {len(runs)}"
 
     wngrad, constant = _of(rows, "wngrad"), _of(rows, "constant")
     near = [r for r in wngrad if 0.1 <= r.value <= 10]
@@ -175,9 +169,3 @@ def _reading(rows: list[Row]) -> list[str]:
         f"{converged(_of(rows, 'wngrad', 'far start'))} runs converge, where the best constant "
         f"step takes {far:,}. AdaGrad-Norm: {converged(_of(rows, 'adagrad-norm', 'far start'))}.",
     ]
-
-
-def _draw(rows: list[Row], path: Path) -> None:
-    from experiments.study import figure
-
-    figure.draw(rows, MAX_STEPS, path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -52,14 +51,13 @@ def main(
 
     Records already in OUT or in results/tournament are not run again.
     """
-    os.environ["WNGRAD_SCALE"] = str(scale)  # the workers read it, too
-    who = [name for name in contestants.split(",") if name]
+    names, who = ([name for name in text.split(",") if name] for text in (tasks, contestants))
     try:
         if report:
             for path in pages.write(out, page):
                 print(f"Wrote {path}.")
             return
-        parts = plans.plan([name for name in tasks.split(",") if name], who, seeds, device)
+        parts = plans.plan(names, who, seeds, device, scale=scale, folder=data)
     except ImportError as error:
         fail(f"reports need the extra `lab`: pip install 'wngrad[lab]' ({error}).")
     except (ValueError, OSError) as error:
@@ -67,8 +65,8 @@ def main(
     for line in plans.absent(who):
         print(line, file=sys.stderr)
     print(f"{plans.estimate(parts, workers)}.", flush=True)
-    known, said = [Path("results/tournament")], plans.note(who, note)
-    games = Tournament(parts, out, work, data, workers, limit, known, said, _say)
+    remark, known = plans.note(who, note, scale), [Path("results/tournament")]
+    games = Tournament(parts, out, work, workers, limit, known, remark, _say)
     try:
         status = games.run()
     except (ValueError, OSError) as error:

@@ -7,12 +7,12 @@ own, MoMo is given the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,9 @@ from torch.optim import Optimizer
 from wngrad import rule
 from wngrad.lab.optimizers import OPTIMIZERS
 from wngrad.lab.train.loader import did_you_mean
+from wngrad.optim import WNAdam, WNGrad
 
+T = TypeVar("T")
 Params = Iterable[nn.Parameter]
 Make = Callable[..., Any]  # (params, lr=λ) → an optimizer
 
@@ -71,31 +73,11 @@ class Contestant:
 
 # ------------------------------------------------------------------------- torch and ours
 
-
-def adamw(params: Params, lr: float) -> Optimizer:
-    return torch.optim.AdamW(params, lr=lr)
-
-
-def adagrad(params: Params, lr: float) -> Optimizer:
-    return torch.optim.Adagrad(params, lr=lr)
-
-
-def wngrad_tensor(params: Params, lr: float) -> Optimizer:
-    from wngrad.optim import WNGrad
-
-    return WNGrad(params, lr, per="tensor")
-
-
-def wngrad_momentum_tensor(params: Params, lr: float) -> Optimizer:
-    from wngrad.optim import WNGrad
-
-    return WNGrad(params, lr, momentum=0.9, per="tensor")
-
-
-def wnadam_tensor(params: Params, lr: float) -> Optimizer:
-    from wngrad.optim import WNAdam
-
-    return WNAdam(params, lr, per="tensor")
+adamw: Make = torch.optim.AdamW
+adagrad: Make = torch.optim.Adagrad
+wngrad_tensor: Make = partial(WNGrad, per="tensor")
+wngrad_momentum_tensor: Make = partial(WNGrad, momentum=0.9, per="tensor")
+wnadam_tensor: Make = partial(WNAdam, per="tensor")
 
 
 class AdaGradNorm(Optimizer):
@@ -139,20 +121,15 @@ adagrad_norm: Make = AdaGradNorm
 # ---------------------------------------------------------------------------------- peers
 
 
-def schedulefree_sgd(params: Params, lr: float) -> Any:
-    return import_module("schedulefree").SGDScheduleFree(params, lr=lr)
+def _peer(module: str, name: str) -> Make:
+    """A peer's class, imported when an optimizer is built."""
+    return lambda params, lr: getattr(import_module(module), name)(params, lr=lr)
 
 
-def schedulefree_adamw(params: Params, lr: float) -> Any:
-    return import_module("schedulefree").AdamWScheduleFree(params, lr=lr)
-
-
-def prodigy(params: Params, lr: float) -> Any:
-    return import_module("prodigyopt").Prodigy(params, lr=lr)
-
-
-def dadapt_adam(params: Params, lr: float) -> Any:
-    return import_module("dadaptation").DAdaptAdam(params, lr=lr)
+schedulefree_sgd = _peer("schedulefree", "SGDScheduleFree")
+schedulefree_adamw = _peer("schedulefree", "AdamWScheduleFree")
+prodigy = _peer("prodigyopt", "Prodigy")
+dadapt_adam = _peer("dadaptation", "DAdaptAdam")
 
 
 def cocob(params: Params, lr: float) -> Any:
@@ -165,13 +142,13 @@ def cocob(params: Params, lr: float) -> Any:
 def momo_adam(params: Params, lr: float) -> Any:
     """MoMo-Adam; its checkpoints hold the two numbers that it keeps outside of its state."""
     opt = import_module("momo").MomoAdam(params, lr=lr)
-    kept = ("loss_avg", "_number_steps")
+    numbers = ("loss_avg", "_number_steps")
 
     def save(opt: Any, state: dict[str, Any]) -> dict[str, Any]:
-        return state | {"momo": [getattr(opt, name) for name in kept]}
+        return state | {"momo": [getattr(opt, name) for name in numbers]}
 
     def load(opt: Any, state: dict[str, Any]) -> None:
-        for name, value in zip(kept, state["momo"], strict=True):
+        for name, value in zip(numbers, state["momo"], strict=True):
             setattr(opt, name, value)
 
     opt.register_state_dict_post_hook(save)
@@ -217,117 +194,63 @@ dog_batch_norm: Make = partial(dog, reps_rel=1e-4)
 
 # -------------------------------------------------------------------------------- the table
 
-_TORCH = "torch's signature"
-_OURS = "wngrad's signature"
-_OWN = {"package": "wngrad"}
+_TORCH, _OURS = "torch's signature", "wngrad's signature"
+_TUNED = "its signature; its README: “does require tuning”"
 
 
-def _known(name: str, default: float, source: str, moved: bool, **more: str) -> Contestant:
-    return Contestant(name, OPTIMIZERS[name].label, default, source, moved, **more)
+def _known(name: str, default: float, source: str, package: str = "torch") -> Contestant:
+    return Contestant(name, OPTIMIZERS[name].label, default, source, True, package)
 
 
+# fmt: off
 CONTESTANTS: tuple[Contestant, ...] = (
-    _known("sgd", 1e-3, _TORCH, True),
-    _known("sgd-momentum", 1e-3, f"{_TORCH}, momentum 0.9", True),
-    _known("adam", 1e-3, _TORCH, True),
+    _known("sgd", 1e-3, _TORCH),
+    _known("sgd-momentum", 1e-3, f"{_TORCH}, momentum 0.9"),
+    _known("adam", 1e-3, _TORCH),
     Contestant("adamw", "AdamW", 1e-3, f"{_TORCH}, weight decay 0.01", True),
     Contestant("adagrad", "Adagrad", 1e-2, _TORCH, True),
-    Contestant(
-        "adagrad-norm",
-        "AdaGrad-Norm",
-        1.0,
-        "Ward, Wu, Bottou (2019): η = 1; they move b₀, here 1/λ",
-        True,
-        **_OWN,
-    ),
-    _known("wngrad", 1.0, _OURS, True, **_OWN),
-    Contestant("wngrad-tensor", "WNGrad per tensor", 1.0, _OURS, True, **_OWN),
-    _known("wngrad-momentum", 1.0, f"{_OURS}, momentum 0.9", True, **_OWN),
-    Contestant(
-        "wngrad-momentum-tensor",
-        "WNGrad-Momentum per tensor",
-        1.0,
-        f"{_OURS}, momentum 0.9",
-        True,
-        **_OWN,
-    ),
-    _known("wnadam", 1.0, _OURS, True, **_OWN),
-    Contestant("wnadam-tensor", "WN-Adam per tensor", 1.0, _OURS, True, **_OWN),
-    Contestant(
-        "schedulefree-sgd",
-        "schedule-free SGD",
-        1.0,
-        "its signature; its README: “does require tuning”",
-        True,
-        "schedulefree",
-        "schedulefree",
-    ),
-    Contestant(
-        "schedulefree-adamw",
-        "schedule-free AdamW",
-        0.0025,
-        "its signature; its README: “does require tuning”",
-        True,
-        "schedulefree",
-        "schedulefree",
-    ),
-    Contestant(
-        "momo-adam",
-        "MoMo-Adam",
-        1e-2,
-        "its signature and README; made for “a wide range of learning rates”",
-        True,
-        "momo-opt",
-        "momo",
-    ),
-    Contestant(
-        "prodigy",
-        "Prodigy",
-        1.0,
-        "its README: “we recommend using lr=1. (default) for all networks”",
-        False,
-        "prodigyopt",
-        "prodigyopt",
-    ),
-    Contestant(
-        "dadapt-adam",
-        "D-Adapt Adam",
-        1.0,
-        "its README: “Set the LR parameter to 1.0”",
-        False,
-        "dadaptation",
-        "dadaptation",
-    ),
-    Contestant(
-        "dog",
-        "DoG, averaged",
-        1.0,
-        "its docstring: lr 1, reps_rel 1e-6 (1e-4 with batch normalization); its README: "
-        "with PolynomialDecayAverager",
-        False,
-        "dog-optimizer",
-        "dog",
-        "dog-batch-norm",
-    ),
-    Contestant(
-        "cocob",
-        "COCOB",
-        1.0,
-        "its signature: no λ, alpha 100",
-        False,
-        "parameterfree",
-        "parameterfree",
-    ),
+    Contestant("adagrad-norm", "AdaGrad-Norm", 1.0,
+               "Ward, Wu, Bottou (2019): η = 1; they move b₀, here 1/λ", True, "wngrad"),
+    _known("wngrad", 1.0, _OURS, "wngrad"),
+    Contestant("wngrad-tensor", "WNGrad per tensor", 1.0, _OURS, True, "wngrad"),
+    _known("wngrad-momentum", 1.0, f"{_OURS}, momentum 0.9", "wngrad"),
+    Contestant("wngrad-momentum-tensor", "WNGrad-Momentum per tensor", 1.0,
+               f"{_OURS}, momentum 0.9", True, "wngrad"),
+    _known("wnadam", 1.0, _OURS, "wngrad"),
+    Contestant("wnadam-tensor", "WN-Adam per tensor", 1.0, _OURS, True, "wngrad"),
+    Contestant("schedulefree-sgd", "schedule-free SGD", 1.0, _TUNED, True,
+               "schedulefree", "schedulefree"),
+    Contestant("schedulefree-adamw", "schedule-free AdamW", 0.0025, _TUNED, True,
+               "schedulefree", "schedulefree"),
+    Contestant("momo-adam", "MoMo-Adam", 1e-2,
+               "its signature and README; made for “a wide range of learning rates”", True,
+               "momo-opt", "momo"),
+    Contestant("prodigy", "Prodigy", 1.0,
+               "its README: “we recommend using lr=1. (default) for all networks”", False,
+               "prodigyopt", "prodigyopt"),
+    Contestant("dadapt-adam", "D-Adapt Adam", 1.0,
+               "its README: “Set the LR parameter to 1.0”", False, "dadaptation", "dadaptation"),
+    Contestant("dog", "DoG, averaged", 1.0,
+               "its docstring: lr 1, reps_rel 1e-6 (1e-4 with batch normalization); its README: "
+               "with PolynomialDecayAverager", False, "dog-optimizer", "dog", "dog-batch-norm"),
+    Contestant("cocob", "COCOB", 1.0, "its signature: no λ, alpha 100", False,
+               "parameterfree", "parameterfree"),
 )
+# fmt: on
 
 
-def find(names: Iterable[str]) -> tuple[Contestant, ...]:
+def find(names: Iterable[str]) -> list[Contestant]:
     """The contestants called `names`; all of them if there are none."""
-    wanted, known = list(names), {c.name: c for c in CONTESTANTS}
+    return named("contestants", names, {c.name: c for c in CONTESTANTS})
+
+
+def named(argument: str, names: Iterable[str], known: Mapping[str, T]) -> list[T]:
+    """The values that are known by `names`, or all; a ValueError calls the names `argument`."""
+    wanted = list(names) or list(known)
     for name in wanted:
         if name not in known:
             raise ValueError(
-                f"tournament: `contestants` must be of {', '.join(known)}, got {name!r}"
+                f"tournament: `{argument}` must be of {', '.join(known)}, got {name!r}"
                 f"{did_you_mean(name, known)}"
             )
-    return tuple(known[name] for name in wanted) or CONTESTANTS
+    return [known[name] for name in wanted]

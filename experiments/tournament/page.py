@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.tournament import figures
 from experiments.tournament.contestants import CONTESTANTS, Contestant
 from experiments.tournament.tables import Curve, Outcome, load
-from wngrad.lab.report.builder import _list, _table
 from wngrad.lab.report.cells import Cell, amount, lam_text, lead
+from wngrad.lab.report.markdown import bullets, table
 from wngrad.lab.train.spec import Record
 
 OURS = tuple(who.name for who in CONTESTANTS if who.name.startswith("wn"))
 LABELS = {who.name: who.label for who in CONTESTANTS}
-VERDICT = "tournament-verdict.md"
+VERDICT, FIGURES = "tournament-verdict.md", "figures/tournament"  # beside the page
 
 
 def write(records: Path, page: Path) -> list[Path]:
@@ -32,19 +31,15 @@ def write(records: Path, page: Path) -> list[Path]:
         The files, the page first.
     """
     outcomes = load(records)
-    folder = page.parent / "figures" / "tournament"
-    pictures = figures.write(outcomes, folder)
+    pictures = figures.write(outcomes, page.parent / FIGURES)
     verdict = page.parent / VERDICT
-    said = verdict.read_text(encoding="utf-8").strip() if verdict.is_file() else ""
+    advice = verdict.read_text(encoding="utf-8").strip() if verdict.is_file() else ""
     page.parent.mkdir(parents=True, exist_ok=True)
-    where = Path(os.path.relpath(folder, page.parent)).as_posix()
-    page.write_text(markdown(outcomes, said, where), encoding="utf-8")
+    page.write_text(markdown(outcomes, advice), encoding="utf-8")
     return [page, *pictures]
 
 
-def markdown(
-    outcomes: Sequence[Outcome], verdict: str = "", figures: str = "figures/tournament"
-) -> str:
+def markdown(outcomes: Sequence[Outcome], verdict: str = "") -> str:
     """The page, as text."""
     runs = [r for outcome in outcomes for r in outcome.records]
     lines = [
@@ -62,8 +57,8 @@ def markdown(
         *_trial(runs),
         *(["## What to do", "", verdict, ""] if verdict else []),
         *["## The tasks", "", *_tasks(outcomes), ""],
-        *["## At the documented default", "", *_defaults(outcomes, figures), ""],
-        *["## Over λ", "", *_grid(outcomes, figures), ""],
+        *["## At the documented default", "", *_defaults(outcomes), ""],
+        *["## Over λ", "", *_grid(outcomes), ""],
         *["## Wins and losses", "", *_duels(outcomes), ""],
         *["## Task by task", "", *_details(outcomes), ""],
         *["## What diverged or failed", "", *_lost(outcomes), ""],
@@ -74,39 +69,29 @@ def markdown(
 
 
 def _trial(runs: Sequence[Record]) -> list[str]:
-    scales = {_versions([r])["scale"] for r in runs if "scale" in _versions([r])}
-    said = (
-        f"**A trial at scale {', '.join(sorted(scales))}: that part of every data set was used.**"
-    )
-    return [said, ""] if scales else []
+    scales = {scale for r in runs if (scale := _versions([r]).get("scale"))}
+    text = f"**A trial at scale {', '.join(sorted(scales))}: that part of every data set was used."
+    return [f"{text}**", ""] if scales else []
 
 
 def _who(outcomes: Sequence[Outcome]) -> list[Contestant]:
-    ran = {name for outcome in outcomes for name in outcome.cells()}
-    ran |= {name for outcome in outcomes for name in outcome.curves()}
+    ran = {name for outcome in outcomes for name in (*outcome.cells, *outcome.curves)}
     return [who for who in CONTESTANTS if who.name in ran]
 
 
 def _tasks(outcomes: Sequence[Outcome]) -> list[str]:
     rows = []
     for outcome in outcomes:
-        task, seeds = outcome.event.task, [_count(outcome.default), _count(outcome.grid)]
-        lam = outcome.lam
+        task, lam = outcome.event.task, outcome.lam
+        length = f"{task.epochs} × batches of {task.batch}"
+        seeds = [len({lane.seed for lane in each}) for each in (outcome.default, outcome.grid)]
         over = f"{len(lam)} λ, {lam_text(lam[0])} to {lam_text(lam[-1])}" if lam else "–"
-        devices = {str(r.environment.get("device")) for r in outcome.records}
-        rows.append(
-            (
-                task.name,
-                outcome.event.text,
-                f"{task.epochs} × batches of {task.batch}",
-                f"{seeds[0]}; {seeds[1]}",
-                over,
-                "; ".join(sorted(devices)),
-            )
-        )
+        devices = sorted({str(r.environment.get("device")) for r in outcome.records})
+        text = outcome.event.text
+        rows.append((task.name, text, length, f"{seeds[0]}; {seeds[1]}", over, "; ".join(devices)))
     heads = ("task", "what", "epochs", "seeds: default; grid", "grid", "device")
     return [
-        *_table(heads, rows),
+        *table(heads, rows),
         "",
         "Test accuracy is reported where there are classes, the test loss (nats per character) "
         "for the text.",
@@ -120,68 +105,59 @@ def _remarks(outcomes: Sequence[Outcome]) -> list[str]:
     return sorted({note.partition("; ")[2] for note in notes} - {""})
 
 
-def _count(records: Iterable[object]) -> int:
-    return len({getattr(lane, "seed", None) for lane in records})
-
-
 # ------------------------------------------------------------------- the first question
 
 
-def _defaults(outcomes: Sequence[Outcome], figures: str) -> list[str]:
-    ranks = {outcome.event.task.name: outcome.ranks() for outcome in outcomes}
-    leaders = {outcome.event.task.name: outcome.leaders() for outcome in outcomes}
+def _defaults(outcomes: Sequence[Outcome]) -> list[str]:
     rows = []
     for who in _who(outcomes):
-        cells = [(o.event.task.name, o.cell(who)) for o in outcomes]
-        mine = [ranks[task][who.name] for task, cell in cells if cell.lanes]
-        if mine:
-            shown = [
-                _ranked(cell, ranks[t].get(who.name), who.name in leaders[t]) for t, cell in cells
-            ]
-            mean = sum(mine) / len(mine)
-            first = sum(who.name in leaders[t] for t, _ in cells)
-            rows.append((mean, (who.label, lam_text(who.default), f"{mean:.1f}", first, *shown)))
+        ranks = [o.ranks[who.name] for o in outcomes if who.name in o.ranks]
+        if ranks:
+            mean = sum(ranks) / len(ranks)
+            first = sum(who.name in o.leaders for o in outcomes)
+            cells = [_ranked(o, who.name) for o in outcomes]
+            rows.append((mean, (who.label, lam_text(who.default), f"{mean:.1f}", first, *cells)))
     rows.sort(key=lambda row: row[0])
-    heads = ("method", "λ", "mean rank", "in front", *(o.event.task.name for o in outcomes))
-    n = sorted({cell.lanes for o in outcomes for cell in o.cells().values()})
+    heads = ("method", "λ", "mean rank", "in front", *(o.name for o in outcomes))
+    n = sorted({cell.lanes for o in outcomes for cell in o.cells.values()})
     return [
-        *_table(heads, [row for _, row in rows]),
+        *table(heads, [row for _, row in rows]),
         "",
         f"Final metric: mean ± sample standard deviation over n = {_few(n)} seeds, and in brackets "
         "the rank. Bold: the best, and whatever is behind it by less than two standard errors of "
         "the paired difference; `in front` counts those. A method of which a seed diverged or "
         "failed ranks last.",
         "",
-        f"![Ranks at the documented default]({figures}/ranks.png)",
+        f"![Ranks at the documented default]({FIGURES}/ranks.png)",
     ]
 
 
-def _ranked(cell: Cell, rank: int | None, front: bool) -> str:
-    if not cell.lanes:
+def _ranked(outcome: Outcome, name: str) -> str:
+    """A method's result at a task with its rank, in bold if it is in front."""
+    if (cell := outcome.cells.get(name)) is None:
         return "–"
-    if cell.mean is None:
-        return f"lost {cell.diverged} of {cell.lanes} ({rank})"
-    lost = f", lost {cell.diverged} of {cell.lanes}" if cell.diverged else ""
-    text = f"{amount(cell.metric, cell.mean, cell.sd)}{lost} ({rank})"
-    return f"**{text}**" if front else text
+    values = [amount(cell.metric, cell.mean, cell.sd)] if cell.mean is not None else []
+    values += [f"lost {cell.diverged} of {cell.lanes}"] if cell.diverged else []
+    text = f"{', '.join(values)} ({outcome.ranks[name]})"
+    return f"**{text}**" if name in outcome.leaders else text
 
 
 # ------------------------------------------------------------------ the second question
 
 
-def _grid(outcomes: Sequence[Outcome], figures: str) -> list[str]:
-    every = {outcome.event.task.name: outcome.curves() for outcome in outcomes}
+def _grid(outcomes: Sequence[Outcome]) -> list[str]:
     rows = []
     for who in _who(outcomes):
-        found = {task: curves[who.name] for task, curves in every.items() if who.name in curves}
-        if found:
-            mean = sum(curve.usable.value for curve in found.values()) / len(found)
-            cells = [str(found[task].usable) if task in found else "–" for task in every]
-            rows.append((mean, (who.label, f"{mean:.2f}", *_overall(found.values()), *cells)))
+        curves = [o.curves[who.name] for o in outcomes if who.name in o.curves]
+        if curves:
+            mean = sum(curve.decades.value for curve in curves) / len(curves)
+            cells = [o.curves[who.name].decades if who.name in o.curves else "–" for o in outcomes]
+            rows.append((mean, (who.label, f"{mean:.2f}", *_overall(curves), *cells)))
     rows.sort(key=lambda row: -row[0])
-    n = sorted({len(curve.seeds) for curves in every.values() for curve in curves.values()})
+    n = sorted({len(curve.seeds) for o in outcomes for curve in o.curves.values()})
+    heads = ("method", "mean", "sensitivity", "diverged", *(o.name for o in outcomes))
     return [
-        *_table(("method", "mean", "sensitivity", "diverged", *every), [row for _, row in rows]),
+        *table(heads, [row for _, row in rows]),
         "",
         "Usable decades of λ, with a 95 % interval from the seeds "
         f"(n = {_few(n)}): how far λ may move, in powers of ten, and the final test loss stays "
@@ -189,7 +165,7 @@ def _grid(outcomes: Sequence[Outcome], figures: str) -> list[str]:
         "method never comes so near to the best; ≥: the grid ends before the range does. "
         "Sensitivity (lower is better; defined below): the mean over the tasks.",
         "",
-        f"![Final test loss over λ]({figures}/curves.png)",
+        f"![Final test loss over λ]({FIGURES}/curves.png)",
         "",
         "Mean over the seeds, bars one standard deviation; a run that diverged, failed or ended "
         "above the loss at the start counts as the loss at the start. Methods without a λ to move "
@@ -197,30 +173,22 @@ def _grid(outcomes: Sequence[Outcome], figures: str) -> list[str]:
     ]
 
 
-def _overall(curves: Iterable[Curve]) -> tuple[str, str]:
+def _overall(curves: Sequence[Curve]) -> tuple[str, str]:
     """The mean sensitivity over the tasks, and how many runs diverged."""
-    every = list(curves)
-    means = [mean for curve in every if (mean := curve.sensitivity.mean) is not None]
+    means = [mean for curve in curves if (mean := curve.sensitivity.mean) is not None]
     sensitivity = f"{sum(means) / len(means):.2f}" if means else "–"
-    return sensitivity, f"{sum(c.diverged for c in every)} of {sum(c.runs for c in every)}"
+    return sensitivity, f"{sum(c.diverged for c in curves)} of {sum(c.runs for c in curves)}"
 
 
 def _details(outcomes: Sequence[Outcome]) -> list[str]:
+    heads = ["method", "best λ", "test loss there", "sensitivity", "usable decades"]
+    heads += ["recommended λ", "diverged"]
     lines: list[str] = []
     for outcome in outcomes:
-        curves = outcome.curves()
-        rows = sorted(curves.items(), key=lambda item: item[1].at_best.cost)
-        heads = (
-            "method",
-            "best λ",
-            "test loss there",
-            "sensitivity",
-            "usable decades",
-            "recommended λ",
-            "diverged",
-        )
-        lines += [f"### {outcome.event.task.name}", "", f"{_sentence(outcome.event.text)}", ""]
-        lines += _table(heads, [_detail(name, curve) for name, curve in rows]) if rows else ["–"]
+        rows = sorted(outcome.curves.items(), key=lambda item: item[1].at_best.cost)
+        text = outcome.event.text
+        lines += [f"### {outcome.name}", "", f"{text[0].upper()}{text[1:]}.", ""]
+        lines += table(heads, [_detail(name, curve) for name, curve in rows]) if rows else ["–"]
         lines.append("")
     return [
         "Sensitivity: the mean over the grid of min(loss, loss at start) − the method's own best "
@@ -236,11 +204,11 @@ def _detail(name: str, curve: Curve) -> tuple[object, ...]:
     lost = f"{curve.diverged} of {curve.runs}"
     return (
         LABELS[name],
-        "–" if curve.best_lam is None else lam_text(curve.best_lam),
+        lam_text(curve.best_lam),
         curve.at_best,
         curve.sensitivity,
-        curve.usable,
-        "–" if curve.recommended is None else lam_text(curve.recommended),
+        curve.decades,
+        lam_text(curve.recommended),
         f"{lost}, {curve.failed} failed" if curve.failed else lost,
     )
 
@@ -251,15 +219,15 @@ def _detail(name: str, curve: Curve) -> tuple[object, ...]:
 def _duels(outcomes: Sequence[Outcome]) -> list[str]:
     rows = []
     for outcome in outcomes:
-        tuned = {name: curve.at_best for name, curve in outcome.curves().items()}
-        rows.append((outcome.event.task.name, _duel(outcome.cells()), _duel(tuned)))
+        tuned = {name: curve.at_best for name, curve in outcome.curves.items()}
+        rows.append((outcome.name, _duel(outcome.cells), _duel(tuned)))
     return [
         "The best of WNGrad, WNGrad-Momentum and WN-Adam, per neuron and per tensor, against the "
         "best of all others: by the final metric at the documented default, and by the test loss "
         "at each method's own best λ. The best of several is chosen by these very numbers, on "
         "both sides.",
         "",
-        *_table(("task", "at the default", "at the best λ"), rows),
+        *table(("task", "at the default", "at the best λ"), rows),
     ]
 
 
@@ -284,64 +252,43 @@ def _best(cells: dict[str, Cell]) -> str | None:
 
 
 def _lost(outcomes: Sequence[Outcome]) -> list[str]:
-    found = []
+    lines = []
     for outcome in outcomes:
-        targets = {who.target(outcome.event.batch_norm): who.label for who in CONTESTANTS}
+        labels = {outcome.target(who): who.label for who in CONTESTANTS}
         for question, records in (("default", outcome.default), ("grid", outcome.grid)):
-            lost = Counter(
-                targets.get(r.lane.optimizer, r.lane.optimizer)
-                for r in records.values()
-                if r.diverged_at is not None
-            )
-            said = ", ".join(f"{label} {n}" for label, n in lost.most_common())
-            if said:
-                found.append(f"{outcome.event.task.name}, {question}: diverged: {said}.")
-            found += _failures(outcome.event.task.name, question, records.values(), targets)
-    return _list(found or ["Nothing."])
-
-
-def _failures(
-    task: str, question: str, records: Iterable[Record], targets: dict[str, str]
-) -> list[str]:
-    why = Counter(
-        (targets.get(r.lane.optimizer, r.lane.optimizer), r.reason)
-        for r in records
-        if r.status == "failed"
-    )
-    return [
-        f"{task}, {question}: {label} failed {n} times: {reason}"
-        for (label, reason), n in why.items()
-    ]
+            where = f"{outcome.name}, {question}"
+            runs = [(labels.get(r.lane.optimizer, r.lane.optimizer), r) for r in records.values()]
+            lost = Counter(name for name, r in runs if r.diverged_at is not None)
+            if text := ", ".join(f"{name} {n}" for name, n in lost.most_common()):
+                lines.append(f"{where}: diverged: {text}.")
+            failed = Counter((name, r.reason) for name, r in runs if r.status == "failed")
+            for (name, reason), n in failed.items():
+                lines.append(f"{where}: {name} failed {n} times: {reason}")
+    return bullets(lines or ["Nothing."])
 
 
 def _contestants(outcomes: Sequence[Outcome]) -> list[str]:
     known = _versions([r for outcome in outcomes for r in outcome.records])
-    rows = [
-        (
-            who.label,
-            f"{who.package} {known.get(who.package, '')}".strip(),
-            lam_text(who.default) if who.name != "cocob" else "none",
-            who.source,
-            "yes" if who.moved else "no",
-        )
-        for who in _who(outcomes)
-    ]
-    missing = [who.label for who in CONTESTANTS if who not in _who(outcomes)]
-    absent = ["", f"Not run: {', '.join(missing)}."] if missing else []
+    rows, absent = [], []
+    for who in CONTESTANTS:
+        package = f"{who.package} {known.get(who.package, '')}".strip()
+        lam = lam_text(who.default) if who.name != "cocob" else "none"
+        if who in _who(outcomes):
+            rows.append((who.label, package, lam, who.source, "yes" if who.moved else "no"))
+        else:
+            absent.append(who.label)
     heads = ("method", "package", "default λ", "where it says so", "λ meant to be moved")
-    return [*_table(heads, rows), *absent]
+    return [*table(heads, rows), *(["", f"Not run: {', '.join(absent)}."] if absent else [])]
 
 
 def _versions(records: Sequence[Record]) -> dict[str, str]:
-    """What the records say of packages: torch and wngrad by name, the peers in the note."""
-    found: dict[str, str] = {}
+    """The versions of the packages: torch's and wngrad's by name, the peers' in the note."""
+    versions: dict[str, str] = {}
     for record in records:
-        for name in ("torch", "wngrad"):
-            found[name] = str(record.environment.get(name, ""))
-        for part in str(record.settings.get("note", "")).partition("; ")[0].split(", "):
-            name, _, number = part.partition(" ")
-            found[name] = number
-    return found
+        versions |= {name: str(record.environment.get(name, "")) for name in ("torch", "wngrad")}
+        peers = str(record.settings.get("note", "")).partition("; ")[0].split(", ")
+        versions |= {name: number for name, _, number in (peer.partition(" ") for peer in peers)}
+    return versions
 
 
 def _made(runs: Sequence[Record]) -> list[str]:
@@ -351,8 +298,8 @@ def _made(runs: Sequence[Record]) -> list[str]:
     }
     notes = sorted({str(r.settings.get("note") or "") for r in runs} - {""})
     return [
-        *_list([f"{key}: {'; '.join(values)}" for key, values in facts.items()]),
-        *_list([f"with {note}" for note in notes]),
+        *bullets([f"{key}: {'; '.join(values)}" for key, values in facts.items()]),
+        *bullets([f"with {note}" for note in notes]),
         "",
         "To make it again:",
         "",
@@ -364,10 +311,5 @@ def _made(runs: Sequence[Record]) -> list[str]:
 
 
 def _few(numbers: Sequence[int]) -> str:
-    if not numbers:
-        return "0"
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
+    ends = dict.fromkeys((*numbers[:1], *numbers[-1:]))
+    return " to ".join(map(str, ends)) or "0"

@@ -10,10 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from experiments.tournament import contestants as contestants_
-from experiments.tournament.contestants import Contestant
-from experiments.tournament.tasks import EVENTS, Event, scale
-from wngrad.lab.train.loader import did_you_mean
+from experiments.tournament.contestants import Contestant, find, named
+from experiments.tournament.tasks import EVENTS, Event, Folder, address, check_scale
 from wngrad.lab.train.spec import Setting, Sweep
 
 Question = Literal["default", "grid"]
@@ -30,6 +28,7 @@ class Part:
     question: Question
     sweep: Sweep
     device: str
+    scale: float = 1.0
 
     @property
     def name(self) -> str:
@@ -38,7 +37,7 @@ class Part:
     @property
     def lane_s(self) -> float:
         """Seconds a run may take."""
-        return (self.event.steps * self.event.step_ms * scale() + LANE_MS) / 1000
+        return (self.event.steps * self.event.step_ms * self.scale + LANE_MS) / 1000
 
 
 def plan(
@@ -46,6 +45,9 @@ def plan(
     names: Iterable[str] = (),
     seeds: int | None = None,
     device: str = "auto",
+    *,
+    scale: float = 1.0,
+    folder: Folder = None,
 ) -> list[Part]:
     """The sweeps of the tournament: of all tasks and contestants, or of those that are named.
 
@@ -54,45 +56,35 @@ def plan(
         names: of `CONTESTANTS`.
         seeds: instead of each task's own number.
         device: for the tasks that gain from a GPU; the others are trained on the CPU.
+        scale: the part of every data set that is used.
+        folder: where the data is, if it is not to be downloaded.
     """
-    scale()  # said wrongly, it would be said again by every worker
-    who = [c for c in contestants_.find(names) if c.missing() is None]
+    check_scale(scale)
+    who = [c for c in find(names) if c.missing() is None]
     if not who:
         raise ValueError("tournament: `contestants` must be some that are installed, got none.")
     parts = []
-    for event in _events(tasks):
+    for event in named("tasks", tasks, EVENTS):
         where = device if event.cuda else "cpu"
+        home = address(event.task, scale, folder)
         for question in QUESTIONS:
-            if sweep := _sweep(event, question, who, seeds):
-                parts.append(Part(event, question, sweep, where))
+            if sweep := _sweep(event, question, who, seeds, home):
+                parts.append(Part(event, question, sweep, where, scale))
     return parts
 
 
-def _events(tasks: Iterable[str]) -> list[Event]:
-    wanted = list(tasks)
-    for name in wanted:
-        if name not in EVENTS:
-            close = did_you_mean(name, EVENTS)
-            raise ValueError(
-                f"tournament: `tasks` must be of {', '.join(EVENTS)}, got {name!r}{close}"
-            )
-    return [EVENTS[name] for name in wanted or EVENTS]
-
-
 def _sweep(
-    event: Event, question: Question, who: Sequence[Contestant], seeds: int | None
+    event: Event, question: Question, who: Sequence[Contestant], seeds: int | None, home: str
 ) -> Sweep | None:
-    task, more = event.task, dict[str, Any]()
+    task, targets = event.task, {c.target(event.batch_norm): c for c in who}
+    lanes: dict[str, Any] = {"optimizers": (), "lam": ()}
     if question == "default":
-        pairs = [Setting(c.target(event.batch_norm), c.default) for c in who]
-        more = {"pairs": tuple(pairs), "optimizers": (), "lam": ()}
+        lanes["pairs"] = tuple(Setting(target, c.default) for target, c in targets.items())
     else:
-        more = {
-            "optimizers": tuple(c.target(event.batch_norm) for c in who if c.moved),
-            "lam": event.lam,
-        }
-        if not more["optimizers"]:
+        moved = tuple(target for target, c in targets.items() if c.moved)
+        if not moved:
             return None
+        lanes = {"optimizers": moved, "lam": event.lam}
     return Sweep(
         name=f"{task.name}-{question}",
         claim=event.text,
@@ -104,22 +96,22 @@ def _sweep(
         program="lone",
         precision=task.precision,
         best_by="test_loss",
-        task=f"{Event.__module__}:{task.name.replace('-', '_')}",
-        **more,
+        task=home,
+        **lanes,
     )
 
 
 def absent(names: Iterable[str] = ()) -> list[str]:
     """Why contestants cannot take part, a line for each that cannot."""
-    return [why for c in contestants_.find(names) if (why := c.missing())]
+    return [why for c in find(names) if (why := c.missing())]
 
 
-def note(names: Iterable[str] = (), remark: str = "") -> str:
-    """What a record must say beside torch's version: those of the peers, the scale, a remark."""
-    peers = [c for c in contestants_.find(names) if c.module and c.missing() is None]
-    found = {c.package: c.version for c in peers} | ({"scale": scale()} if scale() < 1 else {})
-    said = ", ".join(f"{name} {number}" for name, number in found.items())
-    return f"{said}; {remark}" if remark else said
+def note(names: Iterable[str] = (), remark: str = "", scale: float = 1.0) -> str:
+    """What a record says beside torch's version: those of the peers, the scale, a remark."""
+    peers = [c for c in find(names) if c.module and c.missing() is None]
+    numbers = {c.package: c.version for c in peers} | ({"scale": scale} if scale < 1 else {})
+    text = ", ".join(f"{name} {number}" for name, number in numbers.items())
+    return f"{text}; {remark}" if remark else text
 
 
 def estimate(parts: Sequence[Part], workers: int) -> str:

@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,6 @@ class Tournament:
     parts: Sequence[Part]
     out: Path
     work: Path
-    data: Path | None = None
     workers: int = 2
     limit: float | None = None
     known: Sequence[Path] = ()
@@ -67,7 +67,6 @@ class Tournament:
 
     def run(self) -> int:
         """Run to the end, the limit or a signal; the exit status."""
-        began, exported_at, said_at = time.monotonic(), time.monotonic(), 0.0
         before = [signal.signal(n, self._note) for n in SIGNALS]
         try:
             for each in self.parts:
@@ -75,20 +74,7 @@ class Tournament:
                 self._forget(each)
             if there := sum(map(self.done, self.parts)):
                 self.say(f"{there} runs have been made before")
-            while not self._over(began):
-                self._reap()
-                while len(self.slots) < self.workers and (part := self._next()):
-                    self.slots.append(Slot(part, self._start(part)))
-                if not self.slots:
-                    break
-                now = time.monotonic()
-                if now - said_at >= SAY_EVERY:
-                    said_at = now
-                    self.say(self.text())
-                if now - exported_at >= EXPORT_EVERY:
-                    exported_at = now
-                    self.export()
-                time.sleep(0.2)
+            self._loop()
         finally:
             self._stop()
             self.sizes.clear()  # a run that failed before may have come through
@@ -96,6 +82,25 @@ class Tournament:
             for number, handler in zip(SIGNALS, before, strict=True):
                 signal.signal(number, handler)
         return 128 + self.signal if self.signal else int(bool(self.errors))
+
+    def _loop(self) -> None:
+        """Keep the workers busy until nothing is left, the limit or a signal."""
+        began = exported_at = time.monotonic()
+        said_at = 0.0
+        while not self._over(began):
+            self._reap()
+            while len(self.slots) < self.workers and (part := self._next()):
+                self.slots.append(Slot(part, self._start(part)))
+            if not self.slots:
+                return
+            now = time.monotonic()
+            if now - said_at >= SAY_EVERY:
+                said_at = now
+                self.say(self.text())
+            if now - exported_at >= EXPORT_EVERY:
+                exported_at = now
+                self.export()
+            time.sleep(0.2)
 
     def export(self) -> None:
         """Write the records of every part that has new ones."""
@@ -130,9 +135,10 @@ class Tournament:
         """
         store, name = self._store(part), f"{part.name}.jsonl"
         for folder in dict.fromkeys((*self.known, self.out)):
-            mine = folder.resolve() == self.out.resolve()
-            there = read(folder / name) if (folder / name).is_file() else []
-            taken = [r for r in _good(there, part) if mine or self._same(r, part)]
+            whole = folder.resolve() == self.out.resolve()
+            records = read(folder / name) if (folder / name).is_file() else []
+            done = [r for r in records if r.status == "done" and r.lane in set(part.sweep.lanes)]
+            taken = [r for r in done if whole or self._same(r, part)]
             before = store.records()[:1] if taken else []
             if before and before[0].settings != taken[0].settings:
                 raise ValueError(
@@ -161,14 +167,12 @@ class Tournament:
 
     def _next(self) -> Part | None:
         """Where most is left to do for each worker that is there."""
-        there = {part.name: 0 for part in self.parts}
-        for slot in self.slots:
-            there[slot.part.name] += 1
+        workers = Counter(slot.part.name for slot in self.slots)
 
         def left(part: Part) -> float:
-            lanes = len(part.sweep.lanes) - self.done(part) - there[part.name]
+            lanes = len(part.sweep.lanes) - self.done(part) - workers[part.name]
             first = FIRST if part.question == "default" else 1.0
-            return max(lanes, 0) * part.lane_s * first / (1 + there[part.name])
+            return max(lanes, 0) * part.lane_s * first / (1 + workers[part.name])
 
         free = [part for part in self.parts if part.name not in self.closed and left(part) > 0]
         return max(free, key=left, default=None)
@@ -177,19 +181,17 @@ class Tournament:
         job = {
             "sweep": part.sweep.to_json(),
             "out": str(self.work / part.name),
-            "data": str(self.data) if self.data else None,
             "device": part.device,
             "note": self.note,
         }
         one = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # many workers share
-        here = {"WNGRAD_DATA": str(self.data.resolve())} if self.data else {}
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         process = subprocess.Popen(
             [sys.executable, "-m", "experiments.tournament.slot"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **one, **here, "PYTHONPATH": path},
+            env={**os.environ, **one, "PYTHONPATH": path},
             start_new_session=True,  # Ctrl-C is for us; we pass it on
         )
         assert process.stdin is not None
@@ -205,15 +207,15 @@ class Tournament:
         process = slot.process
         with process:  # stdin is closed last: its end would be a second signal
             assert process.stdout is not None
-            said = process.stdout.read()
+            error = process.stdout.read().strip()
             process.wait()
         self.slots.remove(slot)
         if not self.signal:
             self.closed.add(slot.part.name)
-        if text := said.strip():
+        if error:
             if slot.part.name not in self.errors:
-                self.say(f"{slot.part.name}: {text}")
-            self.errors[slot.part.name] = text
+                self.say(f"{slot.part.name}: {error}")
+            self.errors[slot.part.name] = error
 
     def _stop(self) -> None:
         for slot in self.slots:
@@ -241,8 +243,3 @@ def _environment(device: str) -> dict[str, Any]:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return environment(device)
-
-
-def _good(records: Iterable[Record], part: Part) -> list[Record]:
-    lanes = set(part.sweep.lanes)
-    return [r for r in records if r.status == "done" and r.lane in lanes]

@@ -16,14 +16,13 @@ from wngrad.lab.train.spec import Sweep
 
 def slot() -> int:
     """A worker's process: supervise one part, and leave when the tournament is gone."""
-    found: dict[str, Any] = json.loads(sys.stdin.readline())
+    order: dict[str, Any] = json.loads(sys.stdin.readline())
     threading.Thread(target=_watch, daemon=True).start()
     job = Job(
-        Sweep.from_json(found["sweep"]),
-        Path(found["out"]),
-        Path(found["data"]) if found["data"] else None,
-        found["device"],
-        found["note"],
+        Sweep.from_json(order["sweep"]),
+        Path(order["out"]),
+        device=order["device"],
+        note=order["note"],
         save_every=120.0,
     )
     outcome = supervise(job, lambda event: None)

@@ -1,21 +1,21 @@
 """The tasks of the tournament: small networks on real data, each a `Task` like a user's own.
 
-Where the data lies is said by WNGRAD_DATA, as for the lab's other data; WNGRAD_SCALE, a fraction,
-takes that part of every training and test set, to try things out.
+A worker finds a task by its `address`, which also holds the folder of the data and the scale: the
+part of every training and test set that is used, to try things out.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlencode
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from wngrad.lab.train import data, models
 from wngrad.lab.train.task import Pair, Task
 
 Both = tuple[Pair, Pair]  # train, test
+Folder = Path | None
 TEXT, TEXT_MD5 = "tinyshakespeare.txt", "6fb458f1232090904fb40fe944165e91"
 TEXT_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -112,55 +113,46 @@ class _Block(nn.Module):
 # ------------------------------------------------------------------------------------ data
 
 
-def scale() -> float:
-    """The part of every data set that is used."""
-    said = os.environ.get("WNGRAD_SCALE") or "1"
-    try:
-        value = float(said)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 1:
-        raise ValueError(f"tournament: `scale` must be > 0 and <= 1, got {said!r}.")
-    return value
+def check_scale(scale: float) -> None:
+    if not 0 < scale <= 1:
+        raise ValueError(f"tournament: `scale` must be > 0 and <= 1, got {scale!r}.")
 
 
-def _part(pair: Pair, n: int, least: int = 1) -> Pair:
+def _part(pair: Pair, n: int, scale: float, least: int = 1) -> Pair:
     """The first `n` examples, or what the scale leaves of them."""
-    n = min(max(round(n * scale()), least), len(pair[1]))
+    check_scale(scale)
+    n = min(max(round(n * scale), least), len(pair[1]))
     return pair[0][:n], pair[1][:n]
 
 
-def images(name: str, train: int, test: int, batch: int = 100) -> Both:
+def images(name: str, train: int, test: int, *, scale: float = 1.0, folder: Folder = None) -> Both:
     """The first examples of one of the lab's own data sets."""
-    found = data.load(name)
-    both = (found.train_x, found.train_y), (found.test_x, found.test_y)
-    return _part(both[0], train, batch), _part(both[1], test)
+    loaded = data.load(name, folder)
+    pairs = (loaded.train_x, loaded.train_y), (loaded.test_x, loaded.test_y)
+    return _part(pairs[0], train, scale, 100), _part(pairs[1], test, scale)
 
 
-def table(name: str, batch: int = 32) -> Both:
+def table(name: str, batch: int = 32, *, scale: float = 1.0, folder: Folder = None) -> Both:
     """One of scikit-learn's tables, standardized: four fifths to train, the rest to test."""
     x, y = getattr(data._needed("sklearn.datasets"), f"load_{name}")(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(y))
     cut = 4 * len(y) // 5
     train, test = order[:cut], order[cut:]
     x = (x - x[train].mean(0)) / x[train].std(0)
-    both = [
+    pairs = [
         (torch.from_numpy(x[part]).float(), torch.from_numpy(y[part]).long())
         for part in (train, test)
     ]
-    return _part(both[0], cut, batch), _part(both[1], len(test))
+    return _part(pairs[0], cut, scale, batch), _part(pairs[1], len(test), scale)
 
 
-def characters(train: int, test: int, batch: int = 64) -> Both:
+def characters(train: int, test: int, *, scale: float = 1.0, folder: Folder = None) -> Both:
     """Windows of the text and the same moved by one character: its last tenth is for the test."""
-    raw = np.frombuffer(_text(), np.uint8)
-    letters = np.unique(raw)
-    codes = torch.from_numpy(np.searchsorted(letters, raw)).long()
+    raw = np.frombuffer(_text(folder), np.uint8)
+    codes = torch.from_numpy(np.searchsorted(np.unique(raw), raw)).long()
     cut = len(codes) * 9 // 10
-    return (
-        _part(_windows(codes[:cut]), train, batch),
-        _part(_windows(codes[cut:]), test),
-    )
+    windows = [_windows(part) for part in (codes[:cut], codes[cut:])]
+    return _part(windows[0], train, scale, 64), _part(windows[1], test, scale)
 
 
 def _windows(codes: Tensor) -> Pair:
@@ -170,9 +162,9 @@ def _windows(codes: Tensor) -> Pair:
     return x[order], y[order]
 
 
-def _text() -> bytes:
-    """The published text: from the folder that WNGRAD_DATA names, or downloaded."""
-    if named := os.environ.get("WNGRAD_DATA"):
+def _text(folder: Folder) -> bytes:
+    """The published text: from `folder`, from the folder that WNGRAD_DATA names, or downloaded."""
+    if named := folder or os.environ.get("WNGRAD_DATA"):
         path = Path(named).expanduser() / TEXT
         if not path.is_file():
             raise data.DataError(
@@ -242,69 +234,43 @@ shakespeare = Task(
 HALVES = tuple(float(f"{10 ** (-5 + k / 2):.3g}") for k in range(17))  # 10⁻⁵ to 10³
 WHOLES = HALVES[::2]
 
-EVENTS: dict[str, Event] = {
-    event.task.name: event
-    for event in (
-        Event(
-            breast_cancer,
-            "logistic regression on scikit-learn's breast cancer table (455 + 114 rows)",
-            280,
-            HALVES,
-            step_ms=0.4,
-        ),
-        Event(
-            wine,
-            "logistic regression on scikit-learn's wine table (142 + 36 rows)",
-            160,
-            HALVES,
-            step_ms=0.4,
-        ),
-        Event(
-            digits_mlp,
-            "a two-layer network, 64-100-10, on scikit-learn's digits (1,400 + 397 images)",
-            210,
-            HALVES,
-            step_ms=0.6,
-        ),
-        Event(
-            mnist_mlp,
-            "a two-layer network, 784-100-10, on MNIST (the first 20,000 + 4,000 images)",
-            800,
-            HALVES,
-            step_ms=0.8,
-        ),
-        Event(
-            mnist_deep,
-            "eight layers of 100 without normalization on MNIST (the first 20,000 + 4,000 images)",
-            800,
-            HALVES,
-            step_ms=1.6,
-        ),
-        Event(
-            cifar_cnn,
-            "the paper's five-layer CNN on CIFAR-10 (20,000 + 4,000 images)",
-            400,
-            WHOLES,
-            cuda=True,
-            step_ms=3.0,
-        ),
-        Event(
-            shakespeare,
-            "a character transformer (3 layers, width 96, context 64) on tiny Shakespeare "
-            "(6,400 + 1,000 windows)",
-            300,
-            WHOLES,
-            cuda=True,
-            step_ms=8.0,
-        ),
-        Event(
-            cifar_resnet,
-            "ResNet-18 at a quarter of its width (16) on CIFAR-10 (10,000 + 2,000 images)",
-            200,
-            WHOLES,
-            cuda=True,
-            batch_norm=True,
-            step_ms=14.0,
-        ),
-    )
-}
+# fmt: off
+_EVENTS = (
+    Event(breast_cancer, "logistic regression on scikit-learn's breast cancer table "
+          "(455 + 114 rows)", 280, HALVES, step_ms=0.4),
+    Event(wine, "logistic regression on scikit-learn's wine table (142 + 36 rows)",
+          160, HALVES, step_ms=0.4),
+    Event(digits_mlp, "a two-layer network, 64-100-10, on scikit-learn's digits "
+          "(1,400 + 397 images)", 210, HALVES, step_ms=0.6),
+    Event(mnist_mlp, "a two-layer network, 784-100-10, on MNIST (the first 20,000 + 4,000 images)",
+          800, HALVES, step_ms=0.8),
+    Event(mnist_deep, "eight layers of 100 without normalization on MNIST "
+          "(the first 20,000 + 4,000 images)", 800, HALVES, step_ms=1.6),
+    Event(cifar_cnn, "the paper's five-layer CNN on CIFAR-10 (20,000 + 4,000 images)",
+          400, WHOLES, cuda=True, step_ms=3.0),
+    Event(shakespeare, "a character transformer (3 layers, width 96, context 64) on tiny "
+          "Shakespeare (6,400 + 1,000 windows)", 300, WHOLES, cuda=True, step_ms=8.0),
+    Event(cifar_resnet, "ResNet-18 at a quarter of its width (16) on CIFAR-10 "
+          "(10,000 + 2,000 images)", 200, WHOLES, cuda=True, batch_norm=True, step_ms=14.0),
+)
+# fmt: on
+EVENTS: dict[str, Event] = {event.task.name: event for event in _EVENTS}
+
+
+def address(task: Task, scale: float = 1.0, folder: Folder = None) -> str:
+    """Where a worker finds a task and its options, as `wngrad.lab.train.loader` reads it."""
+    options: dict[str, Any] = {"scale": scale} if scale < 1 else {}
+    options |= {"folder": folder.resolve()} if folder else {}
+    query = f"?{urlencode(options)}" if options else ""
+    return f"{__name__}:{task.name.replace('-', '_')}{query}"
+
+
+def __getattr__(name: str) -> Task:
+    """A task with options, by the name that it has in an `address`."""
+    attribute, _, query = name.partition("?")
+    task, options = globals().get(attribute), dict(parse_qsl(query))
+    if not isinstance(task, Task) or not options:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    load: Any = task.train
+    folder = Path(options["folder"]) if "folder" in options else None
+    return replace(task, train=partial(load, scale=float(options.get("scale", 1)), folder=folder))

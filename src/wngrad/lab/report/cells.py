@@ -31,8 +31,9 @@ def label(name: str) -> str:
     return LABELS.get(name, name.rpartition(".py:")[2])
 
 
-def lam_text(lam: float) -> str:
-    return f"{lam:.3g}"
+def lam_text(lam: float | None) -> str:
+    """A λ as a report writes it; a dash for none."""
+    return "–" if lam is None else f"{lam:.3g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +82,8 @@ def amount(metric: Metric, value: float, spread: float | None) -> str:
     """`0.0123 ± 0.0004`, or `71.20 ± 0.35 %`; the spread of a single value is a dash."""
     if metric == ACCURACY:
         return f"{100 * value:.2f} ± {'–' if spread is None else f'{100 * spread:.2f}'} %"
-    return f"{_three(value)} ± {'–' if spread is None else f'{spread:.2g}'}"
-
-
-def _three(value: float) -> str:
-    """Three digits, zeros at the end too."""
-    return f"{value:#.3g}".rstrip(".")
+    three_digits = f"{value:#.3g}".rstrip(".")  # zeros at the end too
+    return f"{three_digits} ± {'–' if spread is None else f'{spread:.2g}'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +108,16 @@ class Lead:
 
 
 def lead(first: Cell, second: Cell) -> Lead:
-    """How far the first is ahead of the second; behind, if both diverged."""
+    """How far the first is ahead of the second; behind, if both diverged.
+
+    The standard error is that of the mean difference, seed by seed: lanes of one seed share their
+    first weights and the order of the data, so that most of the spread over the seeds is common to
+    both cells and cancels.
+    """
     if math.inf in (first.cost, second.cost):
         return Lead(first.metric, math.inf if first.cost < second.cost else -math.inf, None)
-    return Lead(first.metric, second.cost - first.cost, _paired_error(first, second))
-
-
-def _paired_error(first: Cell, second: Cell) -> float | None:
-    """The standard error of the mean difference, seed by seed.
-
-    Lanes of one seed share their first weights and the order of the data, so that most of the
-    spread over the seeds is common to both cells and cancels.
-    """
-    mine, its = dict(first.by_seed), dict(second.by_seed)
-    gaps = [mine[seed] - its[seed] for seed in mine.keys() & its.keys()]
+    values, others = dict(first.by_seed), dict(second.by_seed)
+    gaps = [values[seed] - others[seed] for seed in values.keys() & others.keys()]
     apart = Cell.of(first.metric, gaps)
-    return None if apart.sd is None else apart.sd / math.sqrt(apart.n)
+    error = None if apart.sd is None else apart.sd / math.sqrt(apart.n)
+    return Lead(first.metric, second.cost - first.cost, error)

@@ -2,14 +2,14 @@
 
 A claim holds or does not hold by a rule that stands beside it; where lanes are missing it is not
 judged at all. A lead that is smaller than two standard errors of it is called noise, and still
-counts for the side that has it: the reader is told both.
+counts for the side that has it: the report shows both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
 
 from wngrad.lab.report.cells import ACCURACY, Cell, Lead, label, lam_text, lead
 from wngrad.lab.report.results import NEAR, Best, Results
@@ -20,7 +20,7 @@ GUESSING = 2.3  # ln 10, the loss of guessing among ten classes; down: who just 
 
 
 class UnjudgedError(Exception):
-    """The lanes that are there do not tell; the message says why."""
+    """The lanes that are there do not suffice to judge a claim; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +41,31 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A statement, in the words of its source; each kind knows how to judge it."""
+    """A statement, in the words of its source; each kind knows how to judge it.
+
+    `RULE` says how, with the claim's fields in braces: names are written as in a report, {much}
+    is `within` in the unit of the metric, {since} is a `start` that is not 0.
+    """
 
     text: str
     source: Literal["paper", "ours"] = field(default="paper", kw_only=True)
+    RULE: ClassVar[str] = ""
 
     @property
     def rule(self) -> str:
-        raise NotImplementedError
+        """How the claim is judged, in words."""
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        within, accuracy = values.get("within", 0), values.get("metric", ACCURACY) == ACCURACY
+        much = f"{100 * within:g} points" if accuracy else f"{within:g}"
+        since = f"from {values['start']:g} " if values.get("start") else ""
+        names = {key: label(value) for key, value in values.items() if isinstance(value, str)}
+        return self.RULE.format(**values | names, much=much, since=since)
 
     def judge(self, results: Results) -> Verdict:
         raise NotImplementedError
 
     def measure(self, results: Results) -> Finding:
-        """Set the claim beside the records."""
+        """The finding of the claim in these results."""
         try:
             measured, holds, cells = self.judge(results)
         except UnjudgedError as why:
@@ -67,14 +78,11 @@ class Claim:
 class Ahead(Claim):
     """One optimizer has the better final mean at one λ."""
 
+    RULE = "{winner} has the better mean {metric} at the last epoch"
     metric: Metric
     winner: str
     loser: str
     lam: float
-
-    @property
-    def rule(self) -> str:
-        return f"{label(self.winner)} has the better mean {label(self.metric)} at the last epoch"
 
     def judge(self, results: Results) -> Verdict:
         lam = results.nearest(self.lam)
@@ -88,24 +96,19 @@ class Ahead(Claim):
 class AheadOver(Claim):
     """One optimizer has the better final mean at every λ of a range."""
 
+    RULE = "{winner} has the better mean {metric} at every λ from {lo:g} to {hi:g}"
     metric: Metric
     winner: str
     loser: str
     lo: float
     hi: float
 
-    @property
-    def rule(self) -> str:
-        winner, metric = label(self.winner), label(self.metric)
-        return f"{winner} has the better mean {metric} at every λ from {self.lo:g} to {self.hi:g}"
-
     def judge(self, results: Results) -> Verdict:
         lams = _between(results, self.lo, self.hi)
         leads, cells = _leads(results, self.winner, self.loser, self.metric, lams)
         lost = [lam for lam in lams if not leads[lam].by > 0]
         least = min(lams, key=lambda lam: leads[lam].by)
-        text = f"ahead at {len(lams) - len(lost)} of {len(lams)} λ"
-        text += f", not at {_lams(lost)}" if lost else ""
+        text = f"ahead at {len(lams) - len(lost)} of {len(lams)} λ{_except(lost)}"
         return f"{text}; narrowest at λ = {lam_text(least)}: {leads[least]}", not lost, cells
 
 
@@ -113,17 +116,12 @@ class AheadOver(Claim):
 class Level(Claim):
     """Two optimizers do equally well at every λ below a limit."""
 
+    RULE = "the means of the {metric} differ by at most {much} at every λ below {below:g}"
     metric: Metric
     first: str
     second: str
     below: float
     within: float
-
-    @property
-    def rule(self) -> str:
-        much = f"{100 * self.within:g} points" if self.metric == ACCURACY else f"{self.within:g}"
-        means = f"the means of the {label(self.metric)}"
-        return f"{means} differ by at most {much} at every λ below {self.below:g}"
 
     def judge(self, results: Results) -> Verdict:
         lams = _between(results, 0, self.below * (1 - 2 * NEAR))
@@ -138,23 +136,19 @@ class Level(Claim):
 class BestAt(Claim):
     """An optimizer's best λ is this one of the grid."""
 
+    RULE = "of all λ, {optimizer}'s mean {metric} at the last epoch is best at {lam:g}"
     metric: Metric
     optimizer: str
     lam: float
 
-    @property
-    def rule(self) -> str:
-        what = f"{label(self.optimizer)}'s mean {label(self.metric)}"
-        return f"of all λ, {what} at the last epoch is best at {self.lam:g}"
-
     def judge(self, results: Results) -> Verdict:
         best = _best(results, self.optimizer, self.metric)
         named = results.nearest(self.lam)
-        there = results.cell(self.optimizer, named, best.cell.metric)
-        text = f"best at λ = {lam_text(best.lam)}: {label(best.cell.metric)} {best.cell}"
+        text = f"best at λ = {lam_text(best.lam)}: {label(self.metric)} {best.cell}"
         if best.lam != named:
+            there = results.cell(self.optimizer, named, self.metric)
             text += f"; at {lam_text(named)}: {there}{lead(best.cell, there).noise}"
-        cells = [results.cell(self.optimizer, lam, best.cell.metric) for lam in results.sweep.lam]
+        cells = [results.cell(self.optimizer, lam, self.metric) for lam in results.sweep.lam]
         return text, best.lam == named, cells
 
 
@@ -162,17 +156,14 @@ class BestAt(Claim):
 class AlongTheWay(Claim):
     """Each at its best λ, one optimizer is ahead during the training and at its end."""
 
+    RULE = (
+        "each at its best λ, {winner} has the better mean {metric} at the last epoch and in at "
+        "least {share:.0%} of all epochs"
+    )
     metric: Metric
     winner: str
     loser: str
     share: float = 0.9
-
-    @property
-    def rule(self) -> str:
-        return (
-            f"each at its best λ, {label(self.winner)} has the better mean {label(self.metric)} at "
-            f"the last epoch and in at least {self.share:.0%} of all epochs"
-        )
 
     def judge(self, results: Results) -> Verdict:
         bests = [_best(results, name) for name in (self.winner, self.loser)]
@@ -189,38 +180,33 @@ class AlongTheWay(Claim):
 class Trains(Claim):
     """One optimizer trains at every λ up to a limit, and its rival does not."""
 
+    RULE = (
+        "at every λ {since}up to {up_to:g} every seed of {optimizer} ends with a train loss below "
+        "{below:g}, that of guessing; {rival} fails this at some λ"
+    )
     optimizer: str
     rival: str
     up_to: float
     start: float = 0.0  # Below it, too small a λ has not trained anything yet.
     below: float = GUESSING
 
-    @property
-    def rule(self) -> str:
-        since = f"from {self.start:g} " if self.start else ""
-        return (
-            f"at every λ {since}up to {self.up_to:g} every seed of {label(self.optimizer)} ends "
-            f"with a train loss below {self.below:g}, that of guessing; {label(self.rival)} fails "
-            "this at some λ"
-        )
-
     def judge(self, results: Results) -> Verdict:
         lams = _between(results, self.start, self.up_to)
         every: list[Cell] = []
-        said, failed = [], []
+        texts, failures = [], []
         for name in (self.optimizer, self.rival):
             cells = {lam: _cell(results, name, lam, "train_loss") for lam in lams}
             fails = [lam for lam in lams if not self._trains(results, name, lam)]
             worst = max(lams, key=lambda lam: (cells[lam].diverged, cells[lam].cost))
             text = f"{label(name)} trains at {len(lams) - len(fails)} of {len(lams)} λ"
-            text += f", not at {_lams(fails)}" if fails else ""
-            said.append(f"{text}; worst {cells[worst]} at λ = {lam_text(worst)}")
+            text += f"{_except(fails)}; worst {cells[worst]} at λ = {lam_text(worst)}"
+            texts.append(text)
             every += cells.values()
-            failed.append(fails)
-        return ". ".join(said), not failed[0] and bool(failed[1]), every
+            failures.append(fails)
+        return ". ".join(texts), not failures[0] and bool(failures[1]), every
 
     def _trains(self, results: Results, optimizer: str, lam: float) -> bool:
-        values = results.values(optimizer, lam, "train_loss")
+        values = results.by_seed(optimizer, lam, "train_loss").values()
         return all(value < self.below for value in values)  # False for nan
 
 
@@ -228,26 +214,20 @@ class Trains(Claim):
 class MoreRobust(Claim):
     """One optimizer does well at more λ of the grid than another (`Results.usable`)."""
 
+    RULE = "{robust} has a mean test accuracy within {much} of the best of all optimizers at more λ"
     robust: str
     fragile: str
     within: float = 0.05
 
-    @property
-    def rule(self) -> str:
-        return (
-            f"{label(self.robust)} has a mean test accuracy within {100 * self.within:g} points "
-            "of the best of all optimizers at more λ"
-        )
-
     def judge(self, results: Results) -> Verdict:
-        cells, said, counts = [], [], []
+        cells, texts, counts = [], [], []
         for name in (self.robust, self.fragile):
             cells += [_cell(results, name, lam, ACCURACY) for lam in results.sweep.lam]
             lams = results.usable(name, self.within)
             where = f" ({', '.join(map(lam_text, sorted(lams)))})" if lams else ""
-            said.append(f"{label(name)} at {len(lams)} of {len(results.sweep.lam)} λ{where}")
+            texts.append(f"{label(name)} at {len(lams)} of {len(results.sweep.lam)} λ{where}")
             counts.append(len(lams))
-        text = f"{', '.join(said)}; the best is {_top(results)}"
+        text = f"{', '.join(texts)}; the best is {_best_of_all(results)}"
         return text, counts[0] > counts[1], cells
 
 
@@ -255,33 +235,26 @@ class MoreRobust(Claim):
 class Generalizes(Claim):
     """At one λ an optimizer still does fairly well on the test set."""
 
+    RULE = "the mean test accuracy is within {much} of the best of all optimizers"
     optimizer: str
     lam: float
     within: float = 0.1
-
-    @property
-    def rule(self) -> str:
-        points = f"{100 * self.within:g} points"
-        return f"the mean test accuracy is within {points} of the best of all optimizers"
 
     def judge(self, results: Results) -> Verdict:
         lam = results.nearest(self.lam)
         cell = _cell(results, self.optimizer, lam, ACCURACY)
         holds = lam in results.usable(self.optimizer, self.within)
-        return f"{cell}; the best is {_top(results)}", holds, [cell]
+        return f"{cell}; the best is {_best_of_all(results)}", holds, [cell]
 
 
 @dataclass(frozen=True, slots=True)
 class Flat(Claim):
     """An optimizer ends at the same place from every λ."""
 
+    RULE = "over all λ, the mean {metric} varies by at most {within:.0%}"
     metric: Metric
     optimizer: str
     within: float = 0.01
-
-    @property
-    def rule(self) -> str:
-        return f"over all λ, the mean {label(self.metric)} varies by at most {self.within:.0%}"
 
     def judge(self, results: Results) -> Verdict:
         lams = results.sweep.lam
@@ -317,7 +290,7 @@ def _best(results: Results, optimizer: str, metric: Metric | None = None) -> Bes
     return best
 
 
-def _top(results: Results) -> str:
+def _best_of_all(results: Results) -> str:
     best = results.best_of_all(ACCURACY)
     if best is None:
         raise UnjudgedError("every λ of every optimizer has a seed that diverged")
@@ -331,5 +304,5 @@ def _between(results: Results, lo: float, hi: float) -> list[float]:
     return sorted(lams)
 
 
-def _lams(lams: Sequence[float]) -> str:
-    return "λ = " + ", ".join(lam_text(lam) for lam in sorted(lams))
+def _except(lams: Sequence[float]) -> str:
+    return f", not at λ = {', '.join(lam_text(lam) for lam in sorted(lams))}" if lams else ""

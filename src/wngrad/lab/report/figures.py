@@ -1,4 +1,4 @@
-"""The paper's figures: two metrics over λ above, and the same two over the epochs below."""
+"""The figure of a report: two metrics over λ above, and the same two over the epochs below."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wngrad.lab.optimizers import OPTIMIZERS, SPARE_STYLES, Style
-from wngrad.lab.report.axes import Axis, axis, marks
+from wngrad.lab.report.base import Axis, Report
 from wngrad.lab.report.cells import Cell, label, lam_text
 from wngrad.lab.report.results import Results
 from wngrad.lab.train.spec import Metric
@@ -23,9 +23,9 @@ COLUMNS = 4  # of the legend
 def styles(optimizers: Sequence[str]) -> dict[str, Style]:
     """A style for every optimizer: its own, or one of the spare ones in turn."""
     others = [name for name in optimizers if name not in OPTIMIZERS]
-    spare = {name: _spare(k) for k, name in enumerate(others)}
     return {
-        name: OPTIMIZERS[name].style if name in OPTIMIZERS else spare[name] for name in optimizers
+        name: OPTIMIZERS[name].style if name in OPTIMIZERS else _spare(others.index(name))
+        for name in optimizers
     }
 
 
@@ -35,57 +35,46 @@ def _spare(k: int) -> Style:
     return replace(SPARE_STYLES[(k + k // n) % n], color=SPARE_STYLES[k % n].color)
 
 
-def write(results: Results, notes: Sequence[str], paths: Sequence[Path]) -> None:
+def write(report: Report, paths: Sequence[Path]) -> None:
     """Draw the figure into each of `paths`; the suffix chooses the format."""
     import matplotlib
 
     with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": "wngrad"}):
-        fig = draw(results, notes)
+        fig = draw(report)
         for path in paths:
             undated = {"Date": None} if path.suffix == ".svg" else None
             fig.savefig(path, dpi=140, metadata=undated)
 
 
-def draw(results: Results, notes: Sequence[str] = ()) -> Any:
+def draw(report: Report) -> Any:
     """The figure, as matplotlib's object."""
     from matplotlib.figure import Figure  # Without pyplot, the user's backend is left alone.
 
-    handles, foot = _handles(results), _footnote(results, notes)
-    heights = (
-        0.38 + 0.19 * math.ceil(len(handles) / COLUMNS),
-        7.2,
-        0.2 + 0.145 * len(foot),
-    )  # inches
+    sweep, handles, foot = report.results.sweep, _handles(report.results), _footnote(report)
+    legend = math.ceil(len(handles) / COLUMNS)
+    heights = (0.38 + 0.19 * legend, 7.2, 0.2 + 0.145 * len(foot))  # inches
     fig: Any = Figure(figsize=(10.5, sum(heights)), layout="constrained")
     head, body, tail = fig.subfigures(3, 1, height_ratios=heights)
-    head.text(0.01, 0.92, f"{results.sweep.name}: {results.sweep.claim}", va="top", size=12)
+    head.text(0.01, 0.92, f"{sweep.name}: {sweep.claim}", va="top", size=12)
     head.legend(handles=handles, loc="lower left", ncols=COLUMNS, frameon=False, borderpad=0.2)
     axes = body.subplots(2, 2)
-    for column, metric in enumerate(results.sweep.metrics):
-        _over_lam(axes[0][column], results, metric)
-        _over_epochs(axes[1][column], results, metric)
+    for column, metric in enumerate(sweep.metrics):
+        on = report.axis(metric)
+        _over_lam(axes[0][column], report.results, metric, on)
+        _over_epochs(axes[1][column], report.results, metric, on)
     tail.text(0.01, 0.95, "\n".join(foot), va="top", size=7.5, color="#555555")
     return fig
 
 
-def _over_lam(ax: Any, results: Results, metric: Metric) -> None:
-    lams, marked, means, on = sorted(results.sweep.lam), False, [], axis(results, metric)
+def _over_lam(ax: Any, results: Results, metric: Metric, on: Axis) -> None:
+    """A panel of the values at the last epoch over λ."""
+    lams, marked, means = sorted(results.sweep.lam), False, []
+    rows = len(results.sweep.optimizers)
     for row, (name, style) in enumerate(styles(results.sweep.optimizers).items()):
         cells = {lam: results.cell(name, lam, metric) for lam in lams}
-        drawn = {lam: cell for lam, cell in cells.items() if cell.mean is not None}
-        y = [math.nan if on.beyond(cell) else on.height(cell) or 0.0 for cell in drawn.values()]
-        sd = [0.0 if on.beyond(cell) else on.bar(cell) for cell in drawn.values()]
-        down = [s if s < v or not on.log else 0 for s, v in zip(sd, y, strict=True)]
-        line = _line_style(style, row, len(results.sweep.optimizers))
-        ax.errorbar(list(drawn), y, yerr=(down, sd), capsize=2, elinewidth=0.9, **line)
-        partial = [
-            (lam, v) for (lam, cell), v in zip(drawn.items(), y, strict=True) if cell.diverged
-        ]
-        hollow = {"markerfacecolor": "white", "linestyle": "none", "zorder": 5}
-        ax.plot(*(zip(*partial, strict=True) if partial else ([], [])), **line, **hollow)
+        means += _means(ax, cells, on, _line_style(style, row, rows))
         marked |= _edge(ax, cells, on, row, style)
-        means += [v for v in y if math.isfinite(v)]
-    _limits(ax, on, means, len(results.sweep.optimizers) if marked else 0)
+    _limits(ax, on, means, rows if marked else 0)
     if on.usable is not None:
         ax.axhline(on.usable, color="#333333", linewidth=0.8, linestyle="--", zorder=0)
     ax.set_xscale("log")
@@ -93,6 +82,19 @@ def _over_lam(ax: Any, results: Results, metric: Metric) -> None:
     ax.set_xlim(lams[0] / 1.4, lams[-1] * 1.4)
     ax.set_xlabel("λ")
     ax.set_title(f"{results.label(metric)} at epoch {results.epochs}")
+
+
+def _means(ax: Any, cells: dict[float, Cell], on: Axis, line: dict[str, Any]) -> list[float]:
+    """Draw the means of one optimizer with their bars; hollow where a seed diverged."""
+    drawn = {lam: cell for lam, cell in cells.items() if cell.mean is not None}
+    y = [math.nan if on.beyond(cell) else on.height(cell) or 0.0 for cell in drawn.values()]
+    sd = [0.0 if on.beyond(cell) else on.bar(cell) for cell in drawn.values()]
+    down = [s if s < v or not on.log else 0 for s, v in zip(sd, y, strict=True)]
+    ax.errorbar(list(drawn), y, yerr=(down, sd), capsize=2, elinewidth=0.9, **line)
+    partial = [k for k, cell in enumerate(drawn.values()) if cell.diverged]
+    hollow = {"markerfacecolor": "white", "linestyle": "none", "zorder": 5}
+    ax.plot([list(drawn)[k] for k in partial], [y[k] for k in partial], **line, **hollow)
+    return [v for v in y if math.isfinite(v)]
 
 
 def _line_style(style: Style, row: int, rows: int) -> dict[str, Any]:
@@ -114,13 +116,14 @@ def _edge(ax: Any, cells: dict[float, Cell], on: Axis, row: int, style: Style) -
     return bool(lost or high)
 
 
-def _over_epochs(ax: Any, results: Results, metric: Metric) -> None:
-    every, on = styles(results.sweep.optimizers), axis(results, metric)
+def _over_epochs(ax: Any, results: Results, metric: Metric, on: Axis) -> None:
+    """A panel of the means over the epochs; where a seed diverges a line ends in a cross."""
+    every = styles(results.sweep.optimizers)
     means: list[float] = []
     lost: list[tuple[int, str]] = []
     for name, lam, dash in _lines(results):
         cells = results.curve(name, lam, metric)
-        # Where a seed diverges the mean would be that of the others: the line ends in a cross.
+        # Beyond, the mean would be that of the other seeds.
         end = next((k for k, cell in enumerate(cells) if cell.mean is None or cell.diverged), None)
         y = [h for cell in cells[:end] if (h := on.height(cell)) is not None]
         row, step = list(every).index(name), max(1, results.epochs // 6)
@@ -149,7 +152,7 @@ def _named(results: Results) -> list[tuple[float, str]]:
 
 
 def _lines(results: Results) -> list[tuple[str, float, str]]:
-    """Which curves are drawn: at the named λ, or at each optimizer's best."""
+    """The curves that are drawn: at the named λ, or at each optimizer's best."""
     if named := _named(results):
         return [(name, lam, dash) for lam, dash in named for name in results.sweep.optimizers]
     bests = [results.best(name) for name in results.sweep.optimizers]
@@ -160,15 +163,14 @@ def _limits(ax: Any, on: Axis, values: Sequence[float], rows: int) -> None:
     """Fit the axis to the values, with a strip for `rows` of marks on the edge of what is bad."""
     strip, gap = 0.02 + ROW * rows, 0.025
     room = 1.05 * (strip + gap) / (1 - strip - gap)  # beyond the values, in their reach
+    near = [max(v, on.worst) if on.higher else min(v, on.worst) for v in values]
     if not on.log:
-        near = [max(v, on.worst) if on.higher else min(v, on.worst) for v in values]
         low, high = min(near, default=0.0), max(near, default=100.0 if on.percent else 1.0)
         reach = max(high - low, 5.0 if on.percent else 1e-9)
         ends = (0.05, room) if not on.higher else (room, 0.05)
         ax.set_ylim(low - reach * ends[0], high + reach * ends[1])
         ax.yaxis.set_major_formatter("{x:g} %" if on.percent else "{x:g}")
     else:
-        near = [min(v, on.worst) for v in values]
         low, high = min(near, default=0.1), max(near, default=min(on.worst, 10.0))
         reach = max(math.log10(high / low), 0.3)
         ax.set_yscale("log", nonpositive="clip")
@@ -187,41 +189,35 @@ def _plain(axis: Any) -> None:
 
     def between(value: float, position: int | None = None) -> str:
         low, high = axis.get_view_interval()
-        some = "23456789" if high < 2.2 * low else "235"
-        return f"{value:g}" if high < 20 * low and f"{value:e}"[0] in some else ""
+        digits = "23456789" if high < 2.2 * low else "235"
+        return f"{value:g}" if high < 20 * low and f"{value:e}"[0] in digits else ""
 
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(between)
 
 
-def _footnote(results: Results, notes: Sequence[str]) -> list[str]:
-    made = ", ".join(f"{key} {_short(value)}" for key, value in results.provenance().items())
-    lines = [
-        f"{results.facts()}. Mean over the seeds; bars: one standard deviation.",
-        marks(results),
-    ]
-    lines += [f"{made}." if made else "", *results.notes(), *notes, *results.left_out()]
+def _footnote(report: Report) -> list[str]:
+    results = report.results
+    provenance = {
+        key: value if len(value) < 60 else f"{value[:12]}…"
+        for key, value in results.provenance().items()
+    }
+    made = ", ".join(f"{key} {value}" for key, value in provenance.items())
+    facts = f"{results.facts()}. Mean over the seeds; bars: one standard deviation."
+    lines = [facts, report.marks(), f"{made}." if made else "", *report.remarks()]
     return [part for line in lines for part in textwrap.wrap(line, 185)]
-
-
-def _short(value: str) -> str:
-    return value if len(value) < 60 else f"{value[:12]}…"
 
 
 def _handles(results: Results) -> list[Any]:
     """The legend: optimizers, with their best λ, or with a dash for each named λ."""
-    sweep = results.sweep
-    out = []
-    for name, style in styles(sweep.optimizers).items():
-        best = None if sweep.curves_at else results.best(name)
-        where = f" (best λ = {lam_text(best.lam)})" if best else ""
-        out.append(_line(label(name) + where, color=style.color, marker=style.marker, markersize=5))
-    for lam, dash in _named(results):
-        out.append(_line(f"λ = {lam_text(lam)}", color="#333333", linestyle=dash))
-    return out
-
-
-def _line(text: str, **style: Any) -> Any:
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], label=text, **style)
+    handles: list[tuple[str, dict[str, Any]]] = []
+    for name, style in styles(results.sweep.optimizers).items():
+        best = None if results.sweep.curves_at else results.best(name)
+        where = f" (best λ = {lam_text(best.lam)})" if best else ""
+        line = {"color": style.color, "marker": style.marker, "markersize": 5}
+        handles.append((f"{label(name)}{where}", line))
+    for lam, dash in _named(results):
+        handles.append((f"λ = {lam_text(lam)}", {"color": "#333333", "linestyle": dash}))
+    return [Line2D([], [], label=text, **line) for text, line in handles]

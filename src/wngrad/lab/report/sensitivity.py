@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -58,8 +59,9 @@ def lr_sensitivity(lam: Array, losses: Array, start: Array, *, best: Array | Non
     """Learning-rate sensitivity: the mean over the grid of min(loss, loss at start) − best loss.
 
     After Wortsman et al. (2023), *Small-scale proxies for large-scale Transformer training
-    instabilities*, where it is the expectation over a log-uniform λ of min(ℓ(λ), ℓ₀) − ℓ*, with
-    ℓ₀ the loss at the start and ℓ* the best loss of the grid. 0: any λ of the grid will do.
+    instabilities*: the expectation over a log-uniform λ of min(ℓ(λ), ℓ₀) − ℓ*. 0: any λ of the
+    grid will do. It is a property of the method *and the grid*, and is measured from the method's
+    own best: compare on one grid only, and read the best loss beside it, or give a common `best`.
 
     Args:
         lam: the grid, > 0 and each λ once; evenly spaced in log λ, or the mean is another one.
@@ -69,14 +71,6 @@ def lr_sensitivity(lam: Array, losses: Array, start: Array, *, best: Array | Non
 
     Returns:
         The sensitivity, in units of the loss; of several seeds the mean of theirs.
-
-    Note:
-        - It is a property of the method *and the grid*: a wider grid takes in more λ that fail.
-          Compare only on the same grid, and give that beside the number.
-        - It is measured from the method's own best: one that is poor everywhere has a low
-          sensitivity. Read the best loss beside it, or give a common `best`.
-        - The best of a noisy curve is a little too low, hence the sensitivity a little too high,
-          the more so the more λ there are.
 
     >>> lr_sensitivity([0.01, 0.1, 1], [0.5, 0.25, float("nan")], start=1.0)  # (¼ + 0 + ¾)/3
     0.3333333333333333
@@ -94,8 +88,8 @@ def best_lam(lam: Array, losses: Array) -> float:
     >>> best_lam([0.01, 0.1, 1], [[0.3, 0.2, 0.1], [0.3, 0.2, float("inf")]])
     0.1
     """
-    grid, found = _curves("best_lam", lam, losses)
-    mean = np.where(np.isfinite(found), found, np.inf).mean(0)
+    grid, curves = _curves("best_lam", lam, losses)
+    mean = np.where(np.isfinite(curves), curves, np.inf).mean(0)
     if not np.isfinite(mean).any():
         raise ValueError("best_lam: `losses` must be finite at some λ for every seed, got none.")
     return float(grid[int(np.argmin(mean))])
@@ -135,22 +129,17 @@ def usable_decades(
 ) -> Estimate:
     """How many decades of λ are usable (`usable_range`), with an interval from the seeds.
 
-    Each seed has a curve, and so a number of decades of its own; the estimate is their mean, and
-    the interval is Student's t: mean ± t · s/√n with n − 1 degrees of freedom. It covers the
-    expectation over seeds at the rate `level`, exactly if the decades of the seeds are normally
-    distributed and approximately if not.
+    Each seed has a curve, and so a number of decades of its own. The estimate is their mean, the
+    interval Student's: mean ± t · s/√n with n − 1 degrees of freedom, exact if the decades of the
+    seeds are normally distributed. The spread is that of the seeds alone, not of the data.
 
     Args:
         lam, losses, start, within, best: as in `usable_range`; a `best` for each seed where it is
             the best of several optimizers, which share the noise of a seed.
-        level: the rate of coverage.
+        level: the rate at which the interval covers the expectation over seeds.
 
-    Note:
-        - The grid bounds what can be seen: where a range reaches an end of it, `at_least` is True
-          and value and interval are of what the grid shows.
-        - The spread is that of the seeds alone: not of the data, and not of the grid.
-        - With two or three seeds the interval is wide, as it must be; a percentile bootstrap of so
-          few would be narrower and cover less often than it says.
+    Returns:
+        The estimate; `at_least` is True where the range of some seed reaches an end of the grid.
 
     >>> lam = [0.001, 0.01, 0.1, 1, 10]
     >>> print(usable_decades(lam, [[1, 0, 0, 0, 1], [1, 0, 0, 1, 1]], start=[1, 1]))
@@ -160,10 +149,9 @@ def usable_decades(
     _share("usable_decades", "level", level)
     grid, capped, least, first = _read("usable_decades", lam, losses, start, best)
     limits = least + within * (first - least)
-    both = zip(capped, limits, strict=True)
-    found = [_range(np.log10(grid), curve, limit) for curve, limit in both]
-    decades = np.array([0.0 if each is None else each.decades for each in found])
-    edge = any(each is not None and (each.open_low or each.open_high) for each in found)
+    ranges = [_range(np.log10(grid), *pair) for pair in zip(capped, limits, strict=True)]
+    decades = np.array([0.0 if each is None else each.decades for each in ranges])
+    edge = any(each is not None and (each.open_low or each.open_high) for each in ranges)
     value, n = float(decades.mean()), len(decades)
     if n == 1:
         return Estimate(value, None, None, n, level, edge)
@@ -183,10 +171,11 @@ def recommended_lam(
     >>> round(recommended_lam(lam, [1, 0.02, 0.01, 0, 1], start=1), 3)  # between 0.00934 and 1.12
     0.102
     """
-    found = usable_range(lam, losses, start, within=within, best=best)
-    return None if found is None else found.middle
+    usable = usable_range(lam, losses, start, within=within, best=best)
+    return None if usable is None else usable.middle
 
 
+@lru_cache
 def t_quantile(level: float, freedom: int) -> float:
     """The t that Student's |T| stays below with probability `level` (Abramowitz, Stegun 26.7.3)."""
     low, high = 0.0, math.pi / 2  # of θ = atan(t/√ν)
@@ -230,37 +219,36 @@ def _read(
     owner: str, lam: Array, losses: Array, start: Array, best: Array | None
 ) -> tuple[Any, Any, Any, Any]:
     """The grid, and for each seed its capped curve, its best loss and its loss at the start."""
-    grid, found = _curves(owner, lam, losses)
-    first = _per_seed(owner, "start", start, len(found))
-    safe = np.where(np.isfinite(found), found, np.inf)
-    capped = np.minimum(safe, first[:, None])
-    least = capped.min(1) if best is None else _per_seed(owner, "best", best, len(found))
+    grid, curves = _curves(owner, lam, losses)
+    first = _per_seed(owner, "start", start, len(curves))
+    capped = np.minimum(np.where(np.isfinite(curves), curves, np.inf), first[:, None])
+    least = capped.min(1) if best is None else _per_seed(owner, "best", best, len(curves))
     return grid, capped, np.minimum(least, first), first
 
 
 def _curves(owner: str, lam: Array, losses: Array) -> tuple[Any, Any]:
     """The grid in order, and the losses as (seeds, grid)."""
-    grid, found = np.asarray(lam, float), np.atleast_2d(np.asarray(losses, float))
+    grid, curves = np.asarray(lam, float), np.atleast_2d(np.asarray(losses, float))
     plain = grid.ndim == 1 and grid.size and np.isfinite(grid).all() and (grid > 0).all()
     if not plain or len(set(grid.tolist())) < grid.size:
         raise ValueError(f"{owner}: `lam` must be numbers > 0, each once, got {lam!r}.")
-    if found.ndim != 2 or found.shape[1] != grid.size:
+    if curves.ndim != 2 or curves.shape[1] != grid.size:
         raise ValueError(
             f"{owner}: `losses` must have one value for each of the {grid.size} λ, or (seeds, "
             f"{grid.size}), got the shape {np.shape(losses)}."
         )
     order = np.argsort(grid)
-    return grid[order], found[:, order]
+    return grid[order], curves[:, order]
 
 
 def _per_seed(owner: str, name: str, value: Array, seeds: int) -> Any:
-    found = np.atleast_1d(np.asarray(value, float))
-    if found.shape not in ((1,), (seeds,)) or not np.isfinite(found).all():
+    values = np.atleast_1d(np.asarray(value, float))
+    if values.shape not in ((1,), (seeds,)) or not np.isfinite(values).all():
         raise ValueError(
             f"{owner}: `{name}` must be a finite number, or one for each of the {seeds} seeds, got "
             f"{value!r}."
         )
-    return np.broadcast_to(found, (seeds,))
+    return np.broadcast_to(values, (seeds,))
 
 
 def _share(owner: str, name: str, value: float) -> None:

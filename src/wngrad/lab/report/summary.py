@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wngrad.lab.report import sweep_table
 from wngrad.lab.report.results import Results
+from wngrad.lab.report.task import TaskReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +22,12 @@ class Summary:
 
 def summarize(results: Results, written: Sequence[Path]) -> Summary:
     """The summary of a sweep whose report has been written to these files."""
-    table = sweep_table.rows(results)
+    report = TaskReport(results)
     lines = [
-        f"{results.facts()}. {sweep_table.verdict(results, table)}",
+        f"{results.facts()}. {report.ranking()}",
         *results.left_out(),
         f"Wrote {written[0]}, and {len(written)} more files beside it.",
     ]
-    rows = [[_short(text) for text in sweep_table.texts(results, row)] for row in table]
-    return Summary(sweep_table.heads(results), rows, lines)
-
-
-def _short(text: str) -> str:
-    """A terminal is narrow, and n is in a line below."""
-    return re.sub(r" \(n = \d+\)", "", text)
+    # A terminal is narrow, and n is in a line below.
+    rows = [[re.sub(r" \(n = \d+\)", "", cell) for cell in row] for row in report.rows()]
+    return Summary(report.heads(), rows, lines)

@@ -1,0 +1,143 @@
+"""The interface of a report: what its page, its figure and its summary are made of."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from wngrad.lab.report.cells import ACCURACY, HIGHER, Cell
+from wngrad.lab.report.markdown import bullets
+from wngrad.lab.report.results import Results
+from wngrad.lab.train.spec import Metric
+
+FLOOR = 1e-6  # A loss of zero has no place on a log axis: it is drawn here.
+PICTURE = "![Two metrics over λ and over the epochs](figure.png)"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """The axis of one metric, on paper and on the page."""
+
+    metric: Metric
+    worst: float  # what is worse is marked on the edge
+    log: bool
+    usable: float | None = None  # up to where a task's loss is usable
+
+    @property
+    def percent(self) -> bool:
+        return self.metric == ACCURACY
+
+    @property
+    def higher(self) -> bool:
+        """True if more is better; what is bad is marked at the other end."""
+        return self.metric in HIGHER
+
+    def height(self, cell: Cell) -> float | None:
+        """Where a mean is drawn: accuracy in per cent, a loss within reach of a log axis."""
+        if cell.mean is None:
+            return None
+        if self.percent:
+            return 100 * cell.mean
+        return min(max(cell.mean, FLOOR), 1e3 * self.worst) if self.log else cell.mean
+
+    def bar(self, cell: Cell) -> float:
+        """The standard deviation, as it is drawn."""
+        return (cell.sd or 0) * (100 if self.percent else 1)
+
+    def beyond(self, cell: Cell) -> bool:
+        """True if a mean is too bad to be drawn to scale."""
+        if cell.mean is None:
+            return False
+        return cell.mean < self.worst if self.higher else cell.mean > self.worst
+
+
+class Report(ABC):
+    """A report of results; the two kinds are that of the paper's figures and that of a task.
+
+    HEAD and TABLE are the title and the id of the page's first table.
+
+    Args:
+        notes: remarks to print beside those of the records.
+        recipe: what the user calls the sweep on the command line, if not by its name.
+    """
+
+    HEAD: ClassVar[str]
+    TABLE: ClassVar[str]
+
+    def __init__(self, results: Results, notes: Sequence[str] = (), recipe: str = "") -> None:
+        self.results, self.notes, self.recipe = results, list(notes), recipe
+
+    @abstractmethod
+    def verdict(self) -> str:
+        """The answer to the sweep's question, in a sentence."""
+
+    @abstractmethod
+    def heads(self) -> Sequence[str]:
+        """The heads of the first table's columns."""
+
+    @abstractmethod
+    def cards(self) -> list[str]:
+        """The rows of the first table, as HTML."""
+
+    @abstractmethod
+    def opening(self) -> list[str]:
+        """The first lines of the summary, in Markdown."""
+
+    @abstractmethod
+    def axis(self, metric: Metric) -> Axis:
+        """The axis that a metric is drawn on."""
+
+    @abstractmethod
+    def beyond(self) -> str:
+        """The mean values that are marked on the edge of a panel."""
+
+    @abstractmethod
+    def commands(self) -> list[str]:
+        """The commands that make these very results again, and the report."""
+
+    def legend(self) -> str:
+        """What the columns of the first table mean, if that must be said."""
+        return ""
+
+    def markdown(self) -> str:
+        """The summary: the opening, and what it all rests on."""
+        facts = [f"{key}: {value}" for key, value in self.results.provenance().items()]
+        lines = [
+            *self.opening(),
+            *["## How it was made", ""],
+            *bullets([*facts, *self.results.notes(), *self.notes]),
+            *["", "To make it again:", "", "```sh", *self.commands(), "```", ""],
+            *["## What was left out", "", *bullets(self.results.left_out() or ["Nothing."]), ""],
+        ]
+        return "\n".join(lines)
+
+    def remarks(self) -> list[str]:
+        """What a reader must know: notes, and what was left out."""
+        return [*self.results.notes(), *self.notes, *self.results.left_out()]
+
+    def marks(self) -> str:
+        """What the marks on the edge of the panels mean."""
+        axes = [self.axis(metric) for metric in self.results.sweep.metrics]
+        floor = f", and a loss below {FLOOR:g} is drawn there" if any(a.log for a in axes) else ""
+        return (
+            "×: a seed diverged, and a hollow marker is the mean of the others; a hollow marker "
+            f"beyond the dotted line: {self.beyond()}. A bar that would reach below zero has no "
+            f"foot{floor}."
+            + (
+                " Dashed: below it a λ is usable."
+                if any(a.usable is not None for a in axes)
+                else ""
+            )
+        )
+
+    def provisional(self) -> str:
+        """What is still to come, in a sentence; empty if nothing is."""
+        results, sweep = self.results, self.results.sweep
+        if results.epochs == sweep.epochs and results.seeds == len(sweep.seeds):
+            return ""
+        return (
+            f" Provisional: {results.epochs} of {sweep.epochs} epochs, "
+            f"{results.seeds} of {len(sweep.seeds)} seeds."
+        )

@@ -1,0 +1,109 @@
+"""How much each optimizer of a sweep depends on λ, measured from the records alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+
+from wngrad.lab.report import sensitivity
+from wngrad.lab.report.cells import Cell
+from wngrad.lab.report.results import Best, Results
+from wngrad.lab.report.sensitivity import WITHIN, Estimate, Range
+from wngrad.lab.train.spec import Metric
+
+BY: Metric = "test_loss"
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The final losses of an optimizer over the grid, of every seed that has them all."""
+
+    lam: Sequence[float]
+    seeds: Sequence[int]
+    losses: Sequence[Sequence[float]]  # (seeds, grid), nan where it diverged
+    start: Sequence[float]  # the loss before training, of each seed
+    best: Sequence[float]  # the least loss of all optimizers, of each seed
+
+    @cached_property
+    def sensitivity(self) -> Cell:
+        """From the optimizer's own best; one value for each seed."""
+        pairs = zip(self.losses, self.start, strict=True)
+        values = [sensitivity.lr_sensitivity(self.lam, *pair) for pair in pairs]
+        return Cell.of(BY, values, self.seeds)
+
+    @cached_property
+    def usable(self) -> Range | None:
+        """The λ that end near enough to the best of all optimizers."""
+        return sensitivity.usable_range(self.lam, self.losses, self.start, best=self.best)
+
+    @cached_property
+    def decades(self) -> Estimate:
+        """The number of decades that are usable."""
+        return sensitivity.usable_decades(self.lam, self.losses, self.start, best=self.best)
+
+    @property
+    def recommended(self) -> float | None:
+        return self.usable.middle if self.usable else None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One optimizer of a sweep."""
+
+    optimizer: str
+    best: Best | None
+    curves: Curves | None  # None if no seed has them
+    diverged: int
+    lanes: int  # that have a result
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dependence:
+    """The rows of all optimizers, and up to where a mean loss is usable (None: no whole seed)."""
+
+    rows: list[Row]
+    limit: float | None
+
+
+def measure(results: Results) -> Dependence:
+    """The dependence on λ; usable is measured from the best of all optimizers, seed by seed."""
+    every = {name: _losses(results, name) for name in results.sweep.optimizers}
+    start = {seed: first for each in every.values() for seed, (first, _) in each.items()}
+    lowest = dict.fromkeys(start, math.inf)
+    for each in every.values():
+        for seed, (_, losses) in each.items():
+            lowest[seed] = min([lowest[seed], *filter(math.isfinite, losses)])
+    limits = [low + WITHIN * (start[s] - low) for s, low in lowest.items() if low < start[s]]
+    rows = [_row(results, name, each, lowest) for name, each in every.items()]
+    return Dependence(rows, fmean(limits) if limits else None)
+
+
+def _losses(results: Results, name: str) -> dict[int, tuple[float, list[float]]]:
+    """The loss at the start and the final losses over the grid, of each seed that has them all."""
+    cells = [results.by_seed(name, lam, BY) for lam in sorted(results.sweep.lam)]
+    starts = results.starts(name, BY)
+    return {
+        seed: (start, [by_seed[seed] for by_seed in cells])
+        for seed in results.sweep.seeds
+        if (start := starts.get(seed)) is not None and all(seed in by_seed for by_seed in cells)
+    }
+
+
+def _row(
+    results: Results,
+    name: str,
+    losses: dict[int, tuple[float, list[float]]],
+    lowest: dict[int, float],
+) -> Row:
+    curves = None
+    if losses:
+        start, table = zip(*losses.values(), strict=True)
+        best = [min(lowest[seed], first) for seed, first in zip(losses, start, strict=True)]
+        curves = Curves(sorted(results.sweep.lam), list(losses), table, start, best)
+    failed = sum(record.lane.optimizer == name for record in results.failed)
+    counts = (results.diverged(name), results.finished(name), failed)
+    return Row(name, results.best(name, BY), curves, *counts)
