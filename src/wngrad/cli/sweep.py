@@ -23,6 +23,7 @@ from wngrad.cli.options import (
     Patience,
     Ray,
     SaveEvery,
+    Workers,
 )
 from wngrad.lab.optimizers import SWEPT
 from wngrad.lab.train.loader import did_you_mean
@@ -49,13 +50,14 @@ def sweep(
     note: Note = "",
     patience: Patience = None,
     save_every: SaveEvery = 30.0,
+    workers: Workers = 1,
     ray: Ray = None,
     cpus: Cpus = 1,
     dry_run: DryRun = False,
 ) -> None:
     """How much does your own training depend on the learning rate? Trains, resumes and reports."""
     from wngrad.lab import sweep as sweeps
-    from wngrad.lab.run.supervisor import Job
+    from wngrad.lab.run.job import Job
 
     try:
         grid = _numbers("lam", lam) if lam else sweeps.grid(lam_from, lam_to, per_decade)
@@ -74,10 +76,10 @@ def sweep(
     usual = Path("out") / sweeps.folder(plan.sweep.name)
     for line in plan.how:
         print(line)
-    job = Job(plan.sweep, out or usual, None, device, note, save_every, sized=lanes is not None)
+    job = Job(plan.sweep, out or usual, None, device, note, save_every, lanes is not None, cpus)
     if dry_run:
-        jobs.plan(job, ray, cpus)
-    outcome, _ = jobs.train(job, patience, ray, cpus)
+        jobs.plan(job, ray, workers)
+    outcome, _ = jobs.train(job, patience, ray, workers)
     try:
         summary = sweeps.report(plan, job.out, usual, shlex.join(["wngrad", *sys.argv[1:]]), warn)
     except ImportError as error:

@@ -36,7 +36,7 @@ def write(path: Path, data: bytes) -> None:
     try:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
-            _write_all(descriptor, data)
+            write_all(descriptor, data)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -52,7 +52,7 @@ def append(path: Path, line: bytes) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            _write_all(descriptor, line)
+            write_all(descriptor, line)
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -63,7 +63,8 @@ def _unwritten(path: Path, error: OSError) -> OSError:
     return OSError(error.errno, f"{path} could not be written: {error.strerror}")
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write to a descriptor as often as it takes."""
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]
