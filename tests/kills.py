@@ -3,10 +3,11 @@
     python tests/kills.py kills 1000 FOLDER     SIGKILL, half of them in the middle of a write (F1)
     python tests/kills.py signals 100 FOLDER    SIGINT and SIGTERM (F7)
     python tests/kills.py claims 1000 FOLDER    16 processes share 1,000 runs (F6)
+    python tests/kills.py DEADLY 2 FOLDER       a sweep of small_lab with 2 workers (F8)
 
-With `--workers 2` each of the interrupted is a supervisor with two workers. A program of its own: it
-forks its workers, so that none of them has to load torch again, and
-forking is safe only where nothing has used torch's threads yet.
+With `--workers 2` each of the interrupted is a supervisor with two workers. A program of its own:
+it forks its workers, so that none of them has to load torch again, and forking is safe only where
+nothing has used torch's threads yet.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Forked:
 def training(
     out: Path, events: Path, workers: int, kill: tuple[int, str] | None = None
 ) -> Callable[[], int]:
-    """The worker as it is, or a supervisor of several; with `kill`, its group dies at that write."""
+    """A worker, or a supervisor of several; with `kill`, its group dies at that write."""
 
     def work() -> int:
         told = os.open(events, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -291,19 +292,34 @@ def claims(runs: int, folder: Path, processes: int) -> dict[str, Any]:
     }
 
 
+def supervised(name: str, workers: int, folder: Path, real: bool) -> dict[str, Any]:
+    """A sweep as it is; only runs that hang are silent."""
+    if not real:
+        supervisor._Process = ForkedProcess  # type: ignore[misc]
+    os.chdir(folder)
+    events: list[Any] = []
+    job = small_lab.job(folder / "out", getattr(small_lab, name))
+    outcome = supervise(job, events.append, 5, workers=workers, clock=small_lab.hung_clock)
+    starts = [event["pack"] for event in events if event["kind"] == "start"]
+    return {"status": outcome.status, "failed": outcome.failed, "starts": starts}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("kills", "signals", "claims"))
+    parser.add_argument("what", choices=("kills", "signals", "claims", "MISBEHAVING", "DEADLY"))
     parser.add_argument("count", type=int)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--processes", type=int, default=16)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--limit", type=float, default=LONG, help="seconds to leave in")
+    parser.add_argument("--real", action="store_true", help="do not fork: start interpreters")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.what == "claims":
         found = claims(asked.count, asked.folder, asked.processes)
+    elif asked.what.isupper():
+        found = supervised(asked.what, asked.count, asked.folder, asked.real)
     else:
         trials = Interruptions(asked.count, asked.folder, asked.seed, asked.workers, asked.limit)
         found = trials.run(trials.kill if asked.what == "kills" else trials.signal)

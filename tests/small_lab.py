@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wngrad.lab.run import supervisor
+from wngrad.lab.run import supervisor, worker
 from wngrad.lab.run.job import Event, Job, Tell
 from wngrad.lab.run.pool import Ended
 from wngrad.lab.run.session import Session
@@ -86,6 +87,7 @@ ONE = replace(SWEEP, optimizers=("wngrad-momentum",), seeds=(0,))  # two lanes i
 PACK = packs(ONE.settings, ONE.seeds, None)[0]
 LANE = PACK.lanes[0]
 LONG = replace(SWEEP, name="long", epochs=25)  # a second, for processes that start slowly
+GATED = replace(SWEEP, name="gated", program="lone", optimizers=("small_lab:Gated",))  # four packs
 
 
 def job(out: Path, sweep: Sweep = SWEEP) -> Job:
@@ -127,7 +129,7 @@ class InProcess:
 
     def open(self, tell: Tell, check: Callable[[], None]) -> Ended | None:
         try:
-            self.session = open_session(self.job, self.messages.append, lambda: False)
+            self.session = open_session(self.job, lambda e: self.messages.append(e), lambda: False)
             self.packs = [pack.name for pack in self.session.open()]
         except (ValueError, OSError, RuntimeError) as error:
             return Ended("", "error", " ".join(str(error).split()))
@@ -148,6 +150,29 @@ class InProcess:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+def wngrad(folder: Path, *words: str) -> Any:
+    """The command as a user types it in `folder`, but in this process, and its workers, too."""
+    import pytest
+    from typer.testing import CliRunner
+
+    from wngrad.cli import app
+
+    before = set(sys.modules)
+    worker._data.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [str(folder), *sys.path])
+        patch.setattr(sys, "argv", ["wngrad", *words])
+        patch.setattr(supervisor, "Processes", InProcess)
+        done = CliRunner().invoke(app, words, env={"COLUMNS": "200", "WNGRAD_DATA": ""})
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == folder:
+            del sys.modules[name]
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -247,6 +272,16 @@ def stopped(call: int, when: str, stop: Callable[..., None]) -> Iterator[list[st
             setattr(os, name, function)
 
 
+class Gated(torch.optim.SGD):
+    """SGD that says that it has begun, and does not step while there is no file `gate`."""
+
+    def step(self, closure: Any = None) -> Any:
+        Path(f"begun-{os.getpid()}").touch()
+        while not Path("gate").exists():
+            time.sleep(0.01)
+        return super().step(closure)
+
+
 class Misbehaving(torch.optim.SGD):
     """SGD that does at its fifth step what its λ says, unless BEHAVE is set."""
 
@@ -280,6 +315,16 @@ def _misses_a_file(opt: Misbehaving) -> None:
 def _hangs(opt: Misbehaving) -> None:
     Path("hanging").write_text(str(os.getpid()))
     time.sleep(600)
+
+
+def hung_clock(now: list[float] = [0.0]) -> float:  # noqa: B006 - it goes on from call to call
+    """Time that goes by only while a run hangs, however busy the machine may be."""
+    file = Path("hanging")
+    pid = file.read_text() if file.exists() else ""
+    state = Path(f"/proc/{pid}/stat")
+    if pid and state.exists() and " Z " not in state.read_text():
+        now[0] += 1
+    return now[0]
 
 
 def _is_killed(opt: Misbehaving) -> None:

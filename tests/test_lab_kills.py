@@ -1,7 +1,9 @@
 """F1, F6, F7, F8: processes that are killed, interrupted, hang, or share a folder.
 
 Most trials are made by tests/kills.py, which forks its workers; some by processes as a user has
-them. What the pool does with any worker is in test_lab_pool.py. Every test takes the run that nothing disturbed as its oracle, byte for byte.
+them; test_lab_pool.py has the pool alone. Every test takes the run that nothing disturbed as its
+oracle, byte for byte. None depends on how fast the machine is: runs wait for a file, or hang while
+only the test's own clock goes on.
 """
 
 from __future__ import annotations
@@ -13,22 +15,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import small_lab
-from small_lab import DEADLY, GOOD, LONG, MISBEHAVING, SWEEP, contents, job, visit
+from small_lab import GATED, GOOD, LONG, MISBEHAVING, SWEEP, contents, job, visit
 from wngrad.lab.report.results import Results
 from wngrad.lab.run.store import Store
 from wngrad.lab.run.supervisor import supervise
-from wngrad.lab.train.spec import Lane, packs
+from wngrad.lab.train.spec import Lane
 
 HERE = Path(__file__).parent
-PACKS = packs(LONG.settings, LONG.seeds, LONG.lanes_per_pack)
+PACKS = LONG.cut(LONG.seeds)
 GUARD = 600  # seconds: only what hangs takes longer
 
 
@@ -108,13 +110,13 @@ def started(*code_and_words: str) -> subprocess.Popen[str]:
     )
 
 
-def command(out: Path, *words: str) -> subprocess.Popen[str]:
-    """`wngrad run` of LONG, from a module that does not load torch into the supervisor."""
-    code = f"from wngrad.lab.train.spec import Sweep\nLONG = Sweep.from_json({LONG.to_json()!r})\n"
-    (out.parent / "long_sweep.py").write_text(code)
-    path = f"import sys; sys.path.append({str(out.parent)!r}); "
-    words = ("run", "long_sweep:LONG", "--out", str(out), "--device", "cpu", *words)
-    return started(f"{path}from wngrad.cli import main; main()", *words, "--save-every", "0")
+def command(folder: Path, workers: int) -> subprocess.Popen[str]:
+    """`wngrad run` of GATED, from a module that does not load torch into the supervisor."""
+    text = f"from wngrad.lab.train.spec import Sweep\nGATED = Sweep.from_json({GATED.to_json()!r})"
+    (folder / "gated_sweep.py").write_text(text)
+    code = "import sys; sys.path.append('.'); from wngrad.cli import main; main()"
+    words = ("run", "gated_sweep:GATED", "--out", "out", "--device", "cpu", "--save-every", "0")
+    return started(code, *words, "--workers", str(workers))
 
 
 def supervisor(out: Path, name: str = "LONG", workers: int = 1) -> subprocess.Popen[str]:
@@ -137,43 +139,60 @@ def interrupted(process: subprocess.Popen[str], number: int, whom: str) -> int:
 STATUS = {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
-@pytest.fixture(scope="module")
-def whole_long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What LONG leaves if nothing disturbs it."""
-    folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WNGRAD_COMMIT", "test")
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        visit(folder, LONG)
-        torch.set_num_threads(threads)
-    return contents(folder)
+KILL = (signal.SIGKILL, "parent", 2)
+INT = (signal.SIGINT, "group", 1)
+TERM = (signal.SIGTERM, "parent", 2)
 
 
+@pytest.mark.parametrize(
+    "stops",
+    [(KILL, INT), pytest.param((TERM, KILL, INT, TERM), marks=pytest.mark.faults)],
+    ids=["small", "full"],
+)
 def test_f7_the_command_is_interrupted_and_its_supervisor_killed_and_it_ends_the_same(
-    tmp_path, whole_long
+    tmp_path, monkeypatch, stops
 ):
     """With one worker and with two, in turn: the files do not depend on it."""
-    out = tmp_path / "out"
-    for number, whom, workers in (
-        (signal.SIGKILL, "parent", "2"),
-        (signal.SIGINT, "group", "1"),
-        (signal.SIGTERM, "parent", "2"),
-    ):
-        process = command(out, "--workers", workers)
-        assert any("lanes at once" in line for line in process.stderr)  # it trains
-        assert interrupted(process, number, whom) == STATUS[number]
+    monkeypatch.chdir(tmp_path)
+    gate, out = Path("gate"), Path("out")
+    for number, whom, workers in stops:
+        process = command(tmp_path, workers)
+        wait_for(lambda n=workers: len(list(tmp_path.glob("begun-*"))) == n)
+        process.send_signal(number) if whom == "parent" else os.killpg(process.pid, number)
+        if number == signal.SIGKILL:
+            process.wait()
+        gate.touch()
+        _, errors = process.communicate(timeout=GUARD)
+        assert process.returncode == STATUS[number]
+        assert "Traceback" not in errors, errors
         wait_until_free(out)
-        assert not (out / f"records/{PACKS[-1].lanes[0].name}.json").exists()  # not at its end
-    last = command(out, "--workers", "2")
-    said, _ = last.communicate(timeout=GUARD)
-    assert last.returncode == 0
-    assert "25.0/25 epochs" in said
-    assert contents(out) == whole_long
+        assert len(list(out.glob("records/*"))) < len(GATED.lanes)  # not at its end
+        for file in (gate, *tmp_path.glob("begun-*")):
+            file.unlink()
+    gate.touch()
+    last = command(tmp_path, 2)
+    printed, errors = last.communicate(timeout=GUARD)
+    assert last.returncode == 0, errors
+    assert "2.0/2 epochs" in printed
+    visit(tmp_path / "whole", GATED)
+    assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_f7_a_signal_before_the_worker_is_ready_is_not_lost(tmp_path):
-    assert interrupted(supervisor(tmp_path), signal.SIGINT, "group") == 130
+def wait_for(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + GUARD
+    while not true():
+        assert time.monotonic() < until, "it did not come to that"
+        time.sleep(0.01)
+
+
+def test_f7_a_signal_before_the_worker_is_ready_is_not_lost(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    process = supervisor(tmp_path, "GATED")
+    os.killpg(process.pid, signal.SIGINT)
+    Path("gate").touch()
+    _, errors = process.communicate(timeout=GUARD)
+    assert process.returncode == 130
+    assert "Traceback" not in errors, errors
     assert not list(tmp_path.glob("records/*"))
 
 
@@ -181,8 +200,7 @@ def test_f7_a_signal_before_the_worker_is_ready_is_not_lost(tmp_path):
 def test_f7_asked_twice_the_supervisor_does_not_wait_for_a_run_that_hangs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     process = supervisor(tmp_path / "out", "HUNG")
-    while not (tmp_path / "hanging").exists():
-        time.sleep(0.05)
+    wait_for((tmp_path / "hanging").exists)
     process.send_signal(signal.SIGINT)
     time.sleep(1)
     assert process.poll() is None
@@ -192,10 +210,9 @@ def test_f7_asked_twice_the_supervisor_does_not_wait_for_a_run_that_hangs(tmp_pa
 
 @pytest.mark.faults
 @pytest.mark.parametrize("workers", [1, 2])
-def test_f1_f7_forty_real_processes_are_killed_or_interrupted_at_any_time(
-    tmp_path, whole_long, workers
-):
+def test_f1_f7_forty_real_processes_are_killed_or_interrupted_at_any_time(tmp_path, workers):
     """From the moment the supervisor starts its worker; the parent alone, or the whole group."""
+    visit(tmp_path / "whole", LONG)
     draw, visits, sweeps = random.Random(8), 0, 0
     while visits < 20:
         out, status = tmp_path / f"{sweeps}", -1
@@ -207,13 +224,13 @@ def test_f1_f7_forty_real_processes_are_killed_or_interrupted_at_any_time(
             assert status in (0, STATUS[number])
             visits += status != 0
             wait_until_free(out)
-        assert contents(out) == whole_long
+        assert contents(out) == contents(tmp_path / "whole")
         sweeps += 1
 
 
 def wait_until_free(out: Path) -> None:
     """A worker that has lost its supervisor saves and leaves, as the locks show."""
-    for pack in PACKS if (out / "locks").exists() else ():
+    for pack in PACKS if (out / "locks").exists() else ():  # those of GATED have the same names
         with Store(out).claim(pack, GUARD) as free:
             assert free
 
@@ -230,31 +247,21 @@ REASONS = {
 }
 
 
-def hung_clock() -> float:
-    """Time that goes by only while a run hangs, however busy the machine may be."""
-    file = Path("hanging")
-    if file.exists() and (pid := file.read_text()) and Path(f"/proc/{pid}").exists():
-        NOW[0] += 1
-    return NOW[0]
+REAL = pytest.param("--real", marks=pytest.mark.faults)  # interpreters, which load torch anew
 
 
-NOW = [0.0]
-
-
-def test_f8_runs_that_misbehave_fail_alone_and_are_tried_again(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("how", [None, REAL])
+def test_f8_runs_that_misbehave_fail_alone_and_are_tried_again(tmp_path, monkeypatch, how):
+    found = trials(tmp_path, "MISBEHAVING", "1", *filter(None, [how]))
+    assert len(found["starts"]) == len(set(found["starts"])) == len(MISBEHAVING.lam)  # once each
+    assert found["status"] == 1
+    assert len(found["failed"]) == len(REASONS)
     out = tmp_path / "out"
-    events: list[Any] = []
-    outcome = supervise(job(out, MISBEHAVING), events.append, 5, clock=hung_clock)
-    starts = [event["pack"] for event in events if event["kind"] == "start"]
-    assert len(starts) == len(set(starts)) == len(MISBEHAVING.lam)  # each is tried once
     records = {record.lane.lam: record for record in Store(out).records()}
-    assert outcome.status == 1
-    assert len(outcome.failed) == len(REASONS)
     for lam, reason in REASONS.items():
         assert records[lam].status == "failed"
         assert reason in records[lam].reason
-        assert any(reason in line for line in outcome.failed)
+        assert any(reason in line for line in found["failed"])
 
     # Without them the others are the same, but for the list of λ that every record carries.
     visit(tmp_path / "without", replace(MISBEHAVING, lam=GOOD))
@@ -281,14 +288,16 @@ def test_f8_runs_that_misbehave_fail_alone_and_are_tried_again(tmp_path, monkeyp
     }
 
 
-def test_f8_with_two_workers_the_files_are_the_same_and_the_killed_one_fails_alone(tmp_path):
-    outcomes = [
-        supervise(job(tmp_path / str(n), DEADLY), lambda event: None, workers=n) for n in (1, 2)
-    ]
-    assert outcomes[0].status == outcomes[1].status == 1
-    assert sorted(outcomes[0].failed) == sorted(outcomes[1].failed)
+@pytest.mark.parametrize("how", [None, REAL])
+def test_f8_with_two_workers_the_files_are_the_same_and_the_killed_one_fails_alone(tmp_path, how):
+    found = []
+    for workers in ("1", "2"):
+        (tmp_path / workers).mkdir()
+        found.append(trials(tmp_path / workers, "DEADLY", workers, *filter(None, [how])))
+    assert found[0]["status"] == found[1]["status"] == 1
+    assert sorted(found[0]["failed"]) == sorted(found[1]["failed"])
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
-    records = {record.lane.lam: record for record in Store(tmp_path / "2").records()}
+    records = {record.lane.lam: record for record in Store(tmp_path / "2/out").records()}
     failed = {lam: record.reason for lam, record in records.items() if record.status == "failed"}
     assert failed == {lam: REASONS[lam] for lam in (small_lab.KILLED, small_lab.RAISES)}
 
