@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch._dynamo  # which every fork would load at its first step
 
 import small_lab
 from wngrad.lab.run import supervisor, worker

@@ -9,38 +9,25 @@ from typing import Annotated
 import typer
 
 from wngrad.cli import job as jobs
+from wngrad.cli import options
 from wngrad.cli.messages import fail
-from wngrad.cli.options import (
-    Cpus,
-    Data,
-    Device,
-    DryRun,
-    Lanes,
-    Note,
-    Out,
-    Patience,
-    Ray,
-    Recipe,
-    SaveEvery,
-    Workers,
-)
 
 
 def run(
-    recipe: Recipe,
-    data: Data = None,
-    device: Device = "auto",
+    recipe: options.Recipe,
+    data: options.Data = None,
+    device: options.Device = "auto",
     epochs: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
-    out: Out = None,
-    lanes: Lanes = None,
-    note: Note = "",
-    patience: Patience = None,
-    save_every: SaveEvery = 30.0,
-    workers: Workers = 1,
-    ray: Ray = None,
-    cpus: Cpus = 1,
-    dry_run: DryRun = False,
+    out: options.Out = None,
+    lanes: options.Lanes = None,
+    note: options.Note = "",
+    patience: options.Patience = None,
+    save_every: options.SaveEvery = 30.0,
+    workers: options.Workers = 1,
+    ray: options.Ray = None,
+    cpus: options.Cpus = 1,
+    dry_run: options.DryRun = False,
 ) -> None:
     """Train every lane of a recipe. What is done is left alone; what was interrupted goes on."""
     from wngrad.lab import recipes

@@ -12,19 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from wngrad.cli import job as jobs
+from wngrad.cli import options
 from wngrad.cli.messages import NEEDS_LAB, fail, warn
-from wngrad.cli.options import (
-    Cpus,
-    Device,
-    DryRun,
-    Lanes,
-    Note,
-    Out,
-    Patience,
-    Ray,
-    SaveEvery,
-    Workers,
-)
 from wngrad.lab.optimizers import SWEPT
 from wngrad.lab.train.loader import did_you_mean
 from wngrad.lab.train.spec import Kind
@@ -41,19 +30,19 @@ def sweep(
     lam: Annotated[str | None, typer.Option(help="The grid itself, with commas.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs at each λ.")] = 3,
     epochs: Annotated[int | None, typer.Option(min=1, help="Instead of the task's.")] = None,
-    device: Device = "auto",
-    out: Out = None,
-    lanes: Lanes = None,
+    device: options.Device = "auto",
+    out: options.Out = None,
+    lanes: options.Lanes = None,
     program: Annotated[
         str, typer.Option(help="auto, or how to run: stacked, branches or lone.")
     ] = "auto",
-    note: Note = "",
-    patience: Patience = None,
-    save_every: SaveEvery = 30.0,
-    workers: Workers = 1,
-    ray: Ray = None,
-    cpus: Cpus = 1,
-    dry_run: DryRun = False,
+    note: options.Note = "",
+    patience: options.Patience = None,
+    save_every: options.SaveEvery = 30.0,
+    workers: options.Workers = 1,
+    ray: options.Ray = None,
+    cpus: options.Cpus = 1,
+    dry_run: options.DryRun = False,
 ) -> None:
     """How much does your own training depend on the learning rate? Trains, resumes and reports."""
     from wngrad.lab import sweep as sweeps

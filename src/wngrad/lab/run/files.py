@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside, synced, renamed, and sealed by a checksum.
+"""Atomic files with checksums: written beside, synced, renamed; each is whole or not there.
 
 A sealed file that was cut, or in which one bit has changed, is not read but reported as `Damaged`.
 Nothing is unpickled before its checksum is right, and then only as plain data and tensors.
@@ -89,15 +89,14 @@ def seal_json(value: dict[str, Any]) -> bytes:
 def open_json(data: bytes, name: str) -> dict[str, Any]:
     """What `seal_json` sealed, byte for byte, or Damaged."""
     try:
-        value = json.loads(data)
+        value: dict[str, Any] = json.loads(data)
         value.pop("sha256")
-        whole = seal_json(value) == data
+        matches = seal_json(value) == data
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"{name} is not a whole record: {error}.") from error
-    if not whole:
+    if not matches:
         raise Damaged(f"{name} does not match its checksum.")
-    found: dict[str, Any] = value
-    return found
+    return value
 
 
 class _ByValue:
