@@ -15,7 +15,7 @@ import torch
 import wngrad
 from wngrad.lab.train import models
 from wngrad.lab.train.data import Data
-from wngrad.lab.train.loader import fingerprint
+from wngrad.lab.train.loader import did_you_mean, fingerprint
 from wngrad.lab.train.spec import Precision, Sweep
 
 
@@ -63,7 +63,8 @@ def _network(sweep: Sweep, data: Data) -> str:
 
 def _on_cuda(device: str) -> bool:
     if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
-        raise ValueError(f"lab: `device` must be cpu, cuda or cuda:0, 1, …, got {device!r}.")
+        close = did_you_mean(device, ("auto", "cpu", "cuda"))
+        raise ValueError(f"lab: `device` must be cpu, cuda or cuda:0, 1, …, got {device!r}{close}")
     if device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"lab: `device` must be cpu: torch finds no CUDA device for {device!r}.")
     return device != "cpu"
