@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from wngrad.lab.recipes import RECIPES
-from wngrad.lab.run.session import _precision, environment
+from wngrad.lab.run.environment import environment, precision_on
 from wngrad.lab.train.data import Data, load
 from wngrad.lab.train.programs import PROGRAMS, Lone, Program
 from wngrad.lab.train.spec import Sweep, packs
@@ -71,7 +71,7 @@ def bare(program: Lone, steps: int) -> None:
 
 def measure(name: str, device: str, folder: Path | None, repeats: int) -> dict[str, Any]:
     sweep = RECIPES[name]
-    sweep = replace(sweep, precision=_precision(sweep, device))
+    sweep = replace(sweep, precision=precision_on(device, sweep))
     data = load(sweep.dataset, folder)
     pack = sweep.cut(sweep.seeds)[0]
     began = time.perf_counter()

@@ -23,7 +23,7 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from wngrad.lab.run.session import environment
+from wngrad.lab.run.environment import environment
 
 PACKS = 64
 SWEEP = f"""

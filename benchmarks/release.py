@@ -25,7 +25,7 @@ from steps.sets import DTYPES
 from torch import Tensor, nn
 
 from wngrad import WNAdam, WNGrad, step_in_backward
-from wngrad.lab.run.session import environment
+from wngrad.lab.run.environment import environment
 
 OPTIMIZERS = {
     "WNGrad": lambda params: WNGrad(params, lr=1e-3),

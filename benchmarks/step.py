@@ -28,7 +28,7 @@ from steps.report import document, picture
 from steps.sets import DTYPES, SETS
 from steps.targets import verdicts
 
-from wngrad.lab.run.session import environment
+from wngrad.lab.run.environment import environment
 
 DEFAULT_SETS = {"cuda": ["llama", "resnet18", "mlp"], "cpu": ["38M", "resnet18", "mlp"]}
 

@@ -3,9 +3,11 @@
     python tests/kills.py kills 1000 FOLDER     SIGKILL, half of them in the middle of a write (F1)
     python tests/kills.py signals 100 FOLDER    SIGINT and SIGTERM (F7)
     python tests/kills.py claims 1000 FOLDER    16 processes share 1,000 runs (F6)
+    python tests/kills.py DEADLY 2 FOLDER       a sweep of small_lab with 2 workers (F8)
 
-A program of its own: it forks its workers, so that none of them has to load torch again, and
-forking is safe only where nothing has used torch's threads yet.
+With `--workers 2` each of the interrupted is a supervisor with two workers. A program of its own:
+it forks its workers, so that none of them has to load torch again, and forking is safe only where
+nothing has used torch's threads yet.
 """
 
 from __future__ import annotations
@@ -20,19 +22,23 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch._dynamo  # which every fork would load at its first step
 
 import small_lab
-from wngrad.lab.run import worker
+from wngrad.lab.run import supervisor, worker
+from wngrad.lab.run.pool import SIGNALS
 from wngrad.lab.run.session import Session
 from wngrad.lab.run.store import Store
+from wngrad.lab.run.supervisor import supervise
 from wngrad.lab.train.programs import PROGRAMS
 
-LIMIT = 5.0  # seconds in which an interrupted worker must be gone
+LONG = 600.0  # seconds: only what hangs takes longer
 
 
 def forked(work: Callable[[], int]) -> int:
@@ -40,7 +46,7 @@ def forked(work: Callable[[], int]) -> int:
 
     As under the supervisor, it begins with the signals held back until it can take them.
     """
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     pid = os.fork()
     if pid == 0:
         status = 99
@@ -51,7 +57,7 @@ def forked(work: Callable[[], int]) -> int:
             traceback.print_exc()
         os._exit(status)
     os.setpgid(pid, pid)
-    signal.pthread_sigmask(signal.SIG_SETMASK, held)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pid
 
 
@@ -67,15 +73,65 @@ def ended(pid: int, seconds: float) -> int | None:
         time.sleep(0.001)
 
 
-def training(out: Path, events: Path, kill: tuple[int, str] | None = None) -> Callable[[], int]:
-    """The worker as it is; with `kill`, its group dies at that write."""
+class ForkedProcess(supervisor._Process):
+    """A worker of a supervisor that is forked."""
+
+    others: ClassVar[list[int]] = []  # the supervisor's own descriptors
+
+    def _start(self, commands: int, events: int) -> Any:
+        self.others.extend((self.commands, self.events))
+        pid = os.fork()
+        if pid == 0:
+            for descriptor in self.others:
+                with suppress(OSError):
+                    os.close(descriptor)
+            os._exit(worker.main(os.fdopen(commands), events))
+        return Forked(pid)
+
+
+class Forked:
+    """The part of Popen that a supervisor needs."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.status = pid, None
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        if self.status is None:
+            self.status = ended(self.pid, LONG if seconds is None else seconds)
+        return self.status
+
+    def poll(self) -> int | None:
+        return self.wait(0)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+
+def training(
+    out: Path, events: Path, workers: int, kill: tuple[int, str] | None = None
+) -> Callable[[], int]:
+    """A worker, or a supervisor of several; with `kill`, its group dies at that write."""
 
     def work() -> int:
         told = os.open(events, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         with small_lab.stopped(*(kill or (0, "")), lambda *_: os.killpg(0, signal.SIGKILL)):
-            return worker.main(told, small_lab.job(out))
+            if workers == 1:
+                return worker.main(small_lab.commands(out), told)
+            supervisor._Process = ForkedProcess  # type: ignore[misc]
+            job = small_lab.job(out)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            return supervise(job, lambda event: tell(told, event), workers=workers).status
 
     return work
+
+
+def tell(descriptor: int, event: dict[str, Any]) -> None:
+    os.write(descriptor, (json.dumps(event) + "\n").encode())
 
 
 def read(events: Path) -> list[dict[str, Any]]:
@@ -87,13 +143,14 @@ def read(events: Path) -> list[dict[str, Any]]:
 class Interruptions:
     """Sweeps, each interrupted until it is through."""
 
-    def __init__(self, count: int, folder: Path, seed: int) -> None:
+    def __init__(self, count: int, folder: Path, seed: int, workers: int, limit: float) -> None:
         self.count, self.folder, self.draw = count, folder, random.Random(seed)
+        self.workers, self.limit = workers, limit
         self.trials, self.aimed, self.sweeps = 0, 0, 0
         self.slowest = 0.0  # from the signal to the end of the process
         self.failures: list[str] = []
         began = time.monotonic()
-        done = ended(forked(training(folder / "whole", folder / "events")), 60)
+        done = ended(forked(training(folder / "whole", folder / "events", workers)), LONG)
         assert done == 0, f"the uninterrupted sweep ended with {done}"
         self.seconds = time.monotonic() - began
         self.whole = small_lab.contents(folder / "whole")
@@ -113,7 +170,7 @@ class Interruptions:
             if self.trials < self.count:
                 status = visit(out, events)
             else:
-                status = ended(forked(training(out, events)), 60)
+                status = ended(forked(training(out, events, self.workers)), LONG)
                 self.fails(status != 0, f"the last visit ended with {status}")
             told.update(self.check(out, read(events), stopped=status != 0))
             self.trials += status != 0
@@ -151,30 +208,30 @@ class Interruptions:
         """SIGKILL for the whole group, at a write or at any time."""
         if self.draw.random() < 0.5:
             at = (self.draw.randint(1, 100), self.draw.choice(("before", "half-way", "after")))
-            status = ended(forked(training(out, events, at)), 60)
+            status = ended(forked(training(out, events, self.workers, at)), LONG)
             self.aimed += status != 0
         else:
-            pid = forked(training(out, events))
+            pid = forked(training(out, events, self.workers))
             status = ended(pid, self.draw.uniform(0, self.seconds))
             if status is None:
                 os.killpg(pid, signal.SIGKILL)
-                status = ended(pid, 60)
+                status = ended(pid, LONG)
         self.fails(status not in (0, -signal.SIGKILL), f"ended with {status}")
         return status
 
     def signal(self, out: Path, events: Path) -> int:
         """SIGINT or SIGTERM at any time: everything trained so far is saved."""
         number = self.draw.choice((signal.SIGINT, signal.SIGTERM))
-        pid = forked(training(out, events))
+        pid = forked(training(out, events, self.workers))
         status = ended(pid, self.draw.uniform(0, self.seconds))
         if status is None:
             os.killpg(pid, number)
             began = time.monotonic()
-            status = ended(pid, LIMIT)
+            status = ended(pid, self.limit)
             self.slowest = max(self.slowest, time.monotonic() - began)
         if status is None:
             os.killpg(pid, signal.SIGKILL)
-            ended(pid, 60)
+            ended(pid, LONG)
         self.fails(status not in (0, 128 + number), f"ended with {status} after {number.name}")
         known = [e for e in read(events) if e["kind"] in ("start", "progress")]
         reached = {event["pack"]: event.get("epochs", 0.0) for event in known}
@@ -222,7 +279,7 @@ def claims(runs: int, folder: Path, processes: int) -> dict[str, Any]:
         return 0
 
     pids = [forked(work) for _ in range(processes)]
-    status = [ended(pid, 600) for pid in pids]
+    status = [ended(pid, LONG) for pid in pids]
     lines = [line.split() for line in (folder / "taken").read_text().splitlines()]
     taken = Counter(pack for _, kind, pack in lines if kind == "start")
     records = Store(folder / "out").records()
@@ -236,19 +293,36 @@ def claims(runs: int, folder: Path, processes: int) -> dict[str, Any]:
     }
 
 
+def supervised(name: str, workers: int, folder: Path, real: bool) -> dict[str, Any]:
+    """A sweep as it is; only runs that hang are silent."""
+    if not real:
+        supervisor._Process = ForkedProcess  # type: ignore[misc]
+    os.chdir(folder)
+    events: list[Any] = []
+    job = small_lab.job(folder / "out", getattr(small_lab, name))
+    outcome = supervise(job, events.append, 5, workers=workers, clock=small_lab.hung_clock)
+    starts = [event["pack"] for event in events if event["kind"] == "start"]
+    return {"status": outcome.status, "failed": outcome.failed, "starts": starts}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("kills", "signals", "claims"))
+    parser.add_argument("what", choices=("kills", "signals", "claims", "MISBEHAVING", "DEADLY"))
     parser.add_argument("count", type=int)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--processes", type=int, default=16)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=LONG, help="seconds to leave in")
+    parser.add_argument("--real", action="store_true", help="do not fork: start interpreters")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.what == "claims":
         found = claims(asked.count, asked.folder, asked.processes)
+    elif asked.what.isupper():
+        found = supervised(asked.what, asked.count, asked.folder, asked.real)
     else:
-        trials = Interruptions(asked.count, asked.folder, asked.seed)
+        trials = Interruptions(asked.count, asked.folder, asked.seed, asked.workers, asked.limit)
         found = trials.run(trials.kill if asked.what == "kills" else trials.signal)
     print(json.dumps(found))
 

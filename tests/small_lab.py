@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,9 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wngrad.lab.run import supervisor, worker
+from wngrad.lab.run.job import Event, Job, Tell
+from wngrad.lab.run.pool import Ended
 from wngrad.lab.run.session import Session
 from wngrad.lab.run.store import Store
-from wngrad.lab.run.supervisor import Job, supervise
+from wngrad.lab.run.worker import open_session
 from wngrad.lab.train.data import Data
 from wngrad.lab.train.spec import Pack, Sweep, packs
 
@@ -83,19 +87,92 @@ ONE = replace(SWEEP, optimizers=("wngrad-momentum",), seeds=(0,))  # two lanes i
 PACK = packs(ONE.settings, ONE.seeds, None)[0]
 LANE = PACK.lanes[0]
 LONG = replace(SWEEP, name="long", epochs=25)  # a second, for processes that start slowly
+GATED = replace(SWEEP, name="gated", program="lone", optimizers=("small_lab:Gated",))  # four packs
 
 
-def job(out: Path, sweep: Sweep = SWEEP) -> dict[str, Any]:
-    """What a worker is given; it saves after every chunk."""
-    found: dict[str, Any] = json.loads(Job(sweep, out, device="cpu", save_every=0).to_json({}))
-    return found
+def job(out: Path, sweep: Sweep = SWEEP) -> Job:
+    """A job that saves after every chunk."""
+    return Job(sweep, out, device="cpu", save_every=0)
 
 
-def supervised(out: str, name: str = "LONG") -> None:
+def commands(out: Path, sweep: Sweep = SWEEP) -> list[str]:
+    """What a worker is sent that is to run the whole sweep."""
+    packs = [{"pack": name, "failed": ""} for name in ("", *names(sweep))]
+    return [json.dumps(line) for line in (job(out, sweep).to_json(), *packs)]
+
+
+def names(sweep: Sweep) -> list[str]:
+    return [pack.name for pack in sweep.cut(sweep.seeds)]
+
+
+def supervised(out: str, name: str, workers: str = "1") -> None:
     """What `wngrad run` does, without the command line, and without Python's own shutting down."""
-    print("ready", flush=True)
-    work = Job(globals()[name], Path(out), device="cpu", save_every=0)
-    os._exit(supervise(work, lambda event: None).status)
+    start = supervisor._Process._start
+
+    def started(*args: Any) -> Any:
+        popen = start(*args)
+        print("started", flush=True)
+        return popen
+
+    supervisor._Process._start = started  # type: ignore[method-assign]
+    work = job(Path(out), globals()[name])
+    os._exit(supervisor.supervise(work, lambda event: None, workers=int(workers)).status)
+
+
+class InProcess:
+    """Workers that are no processes: a pack is trained as it is sent."""
+
+    limit = tries = 1
+
+    def __init__(self, job: Job, limit: int) -> None:
+        self.job, self.messages, self.packs = job, list[Event | Ended](), list[str]()
+
+    def open(self, tell: Tell, check: Callable[[], None]) -> Ended | None:
+        try:
+            self.session = open_session(self.job, lambda e: self.messages.append(e), lambda: False)
+            self.packs = [pack.name for pack in self.session.open()]
+        except (ValueError, OSError, RuntimeError) as error:
+            return Ended("", "error", " ".join(str(error).split()))
+        for event in self.wait(0):
+            tell(event)
+        return None
+
+    def send(self, pack: str, failed: str) -> None:
+        self.session.run_pack(pack, failed)
+        self.messages.append(Ended(pack))
+
+    def wait(self, seconds: float) -> list[Any]:
+        messages, self.messages = self.messages, []
+        return messages
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def wngrad(folder: Path, *words: str) -> Any:
+    """The command as a user types it in `folder`, but in this process, and its workers, too."""
+    import pytest
+    from typer.testing import CliRunner
+
+    from wngrad.cli import app
+
+    before = set(sys.modules)
+    worker._data.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [str(folder), *sys.path])
+        patch.setattr(sys, "argv", ["wngrad", *words])
+        patch.setattr(supervisor, "Processes", InProcess)
+        done = CliRunner().invoke(app, words, env={"COLUMNS": "200", "WNGRAD_DATA": ""})
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == folder:
+            del sys.modules[name]
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -195,66 +272,88 @@ def stopped(call: int, when: str, stop: Callable[..., None]) -> Iterator[list[st
             setattr(os, name, function)
 
 
-class Moody(torch.optim.SGD):
+class Gated(torch.optim.SGD):
+    """SGD that says that it has begun, and does not step while there is no file `gate`."""
+
+    def step(self, closure: Any = None) -> Any:
+        Path(f"begun-{os.getpid()}").touch()
+        while not Path("gate").exists():
+            time.sleep(0.01)
+        return super().step(closure)
+
+
+class Misbehaving(torch.optim.SGD):
     """SGD that does at its fifth step what its λ says, unless BEHAVE is set."""
 
     def __init__(self, params: Any, lr: float, **options: Any) -> None:
-        super().__init__(params, lr=0.01 if lr in MOODS else lr, **options)
-        self.mood = None if os.environ.get("BEHAVE") else MOODS.get(lr)
+        super().__init__(params, lr=0.01 if lr in DEEDS else lr, **options)
+        self.deed = None if os.environ.get("BEHAVE") else DEEDS.get(lr)
         self.count = 0
 
     def step(self, closure: Any = None) -> Any:
         self.count += 1
-        if self.mood and self.count == 5:
-            self.mood(self)
+        if self.deed and self.count == 5:
+            self.deed(self)
         return super().step(closure)
 
 
-def moody(params: Any, lr: float, **options: Any) -> Any:
+def misbehaving(params: Any, lr: float, **options: Any) -> Any:
     """None or a string in place of an optimizer, for two λ."""
     if lr in (NONE, TEXT) and not os.environ.get("BEHAVE"):
         return None if lr == NONE else "an optimizer"
-    return Moody(params, lr, **options)
+    return Misbehaving(params, lr, **options)
 
 
-def _raises(opt: Moody) -> None:
+def _raises(opt: Misbehaving) -> None:
     raise ArithmeticError("no such\n  root")
 
 
-def _misses_a_file(opt: Moody) -> None:
+def _misses_a_file(opt: Misbehaving) -> None:
     raise FileNotFoundError("no table \udcff")
 
 
-def _hangs(opt: Moody) -> None:
+def _hangs(opt: Misbehaving) -> None:
+    Path("hanging").write_text(str(os.getpid()))
     time.sleep(600)
 
 
-def _is_killed(opt: Moody) -> None:
+def hung_clock(now: list[float] = [0.0]) -> float:  # noqa: B006 - it goes on from call to call
+    """Time that goes by only while a run hangs, however busy the machine may be."""
+    file = Path("hanging")
+    pid = file.read_text() if file.exists() else ""
+    state = Path(f"/proc/{pid}/stat")
+    if pid and state.exists() and " Z " not in state.read_text():
+        now[0] += 1
+    return now[0]
+
+
+def _is_killed(opt: Misbehaving) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _leaves(opt: Moody) -> None:
+def _leaves(opt: Misbehaving) -> None:
     raise SystemExit(0)
 
 
-def _spoils(opt: Moody) -> None:
+def _spoils(opt: Misbehaving) -> None:
     with torch.no_grad():
         for p in opt.param_groups[0]["params"]:
             p.fill_(torch.nan)
 
 
-def _cannot_be_saved(opt: Moody) -> None:
+def _cannot_be_saved(opt: Misbehaving) -> None:
     opt.param_groups[0]["rule"] = lambda step: step
 
 
 RAISES, MISSES, HANGS, KILLED, LEAVES, SPOILS, UNSAVED, NONE, TEXT = map(float, range(1, 10))
 GOOD = (0.02, 0.03)
-MOODY = replace(
-    SWEEP, name="moody", program="lone", optimizers=("small_lab:moody",), seeds=(0,),
+MISBEHAVING = replace(
+    SWEEP, name="misbehaving", program="lone", optimizers=("small_lab:misbehaving",), seeds=(0,),
     lam=(GOOD[0], *map(float, range(1, 10)), GOOD[1]),
 )  # fmt: skip
-HUNG = replace(MOODY, lam=(HANGS,))
-MOODS: dict[float, Callable[[Moody], None]] = {
+HUNG = replace(MISBEHAVING, lam=(HANGS,))
+DEADLY = replace(MISBEHAVING, lam=(GOOD[0], KILLED, GOOD[1], RAISES))
+DEEDS: dict[float, Callable[[Misbehaving], None]] = {
     RAISES: _raises,
     MISSES: _misses_a_file,
     HANGS: _hangs,

@@ -13,6 +13,7 @@ import wngrad
 from experiments.study import study
 from experiments.study.__main__ import app as study_app
 from wngrad.cli import app
+from wngrad.lab.run.environment import environment
 
 
 def call(*words: str):
@@ -43,7 +44,7 @@ def test_certify_takes_a_function_of_yours(tmp_path):
     for name in ("f", "both"):
         done = call(
             "certify", f"{file}:{name}", "--x0", "3,-4", "--lipschitz", "2", "--f-star", "0",
-            "--out", str(tmp_path),
+            "--b1", "gradient", "--b1", "20L", "--out", str(tmp_path),
         )  # fmt: skip
         assert done.exit_code == 0, done.output
         assert "converged" in done.output
@@ -105,7 +106,8 @@ def test_a_file_may_import_its_neighbours_and_return_lists(tmp_path):
         "from neighbour import two\n@dataclass\nclass C:\n    a: float = two\n"
         "def f(x):\n    return float(x @ x), [C().a * x[0]]\n"
     )
-    done = call("certify", f"{tmp_path}/mine.py:f", "--x0", "1", "--out", str(tmp_path))
+    words = ["certify", f"{tmp_path}/mine.py:f", "--x0", "1", "--b1", "1"]
+    done = call(*words, "--out", str(tmp_path))
     assert done.exit_code == 0, done.output
 
 
@@ -153,9 +155,19 @@ def test_the_package_is_a_command():
         (["certify", "boot"], "booth"),
         (["run", "figure1"], "figure-1"),
         (["report", "digit"], "digits"),
+        (["swep"], "sweep"),
+        (["sweep", "examples/diabetes_task.py", "--optimizers", "wngard"], "wngrad"),
+        (["sweep", "examples/diabetes_task.py", "--program", "stackd"], "stacked"),
+        (["sweep", "examples/diabetes_task.py:tsak"], "task"),
     ],
 )
 def test_a_name_that_is_nearly_right_is_answered_with_the_right_one(words, name):
     done = call(*words)
     assert done.exit_code == 2
     assert f"Did you mean '{name}'?" in done.stderr
+
+
+def test_an_option_or_a_device_that_is_nearly_right_is_answered_alike():
+    assert "(Possible options: --workers)" in call("run", "digits", "--worker", "2").stderr
+    with pytest.raises(ValueError, match=r"got 'cdua'. Did you mean 'cuda'\?"):
+        environment("cdua")

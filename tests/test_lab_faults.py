@@ -281,7 +281,7 @@ def test_f9_other_data_another_device_or_note_are_refused(tmp_path, monkeypatch)
     half_done(tmp_path)
     refused(tmp_path, "data", ONE, data=blobs((4,), seed=1))
     refused(tmp_path, "note", ONE, note="on a rainy day")
-    monkeypatch.setattr("wngrad.lab.run.session._processor", lambda: "another")
+    monkeypatch.setattr("wngrad.lab.run.environment._processor", lambda: "another")
     refused(tmp_path, "device", ONE)
 
 

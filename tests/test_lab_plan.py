@@ -18,6 +18,7 @@ from wngrad.cli import app
 from wngrad.lab.run import places, timing
 from wngrad.lab.run.cluster.nodes import Need, Node, _agree, fitting
 from wngrad.lab.run.files import Damaged
+from wngrad.lab.run.job import Job
 from wngrad.lab.run.pack_size import (
     Measured,
     Plan,
@@ -25,12 +26,12 @@ from wngrad.lab.run.pack_size import (
     clock,
     enough,
     even,
+    in_words,
     makespan,
     seconds,
-    told,
 )
 from wngrad.lab.run.store import Store
-from wngrad.lab.run.supervisor import Job, supervise
+from wngrad.lab.run.supervisor import supervise
 from wngrad.lab.train.spec import packs
 
 # Lanes, and the milliseconds of a step: a GPU that is full from 16 lanes on, and a processor that
@@ -116,7 +117,7 @@ def test_a_plan_says_packs_lanes_resources_time_and_what_is_done():
         "pack-0003 to pack-0008: 1 lane each, 1 GPU and 1 CPU, about 13 s",
         "12 lanes of 4 epochs in 8 packs, 1 of them done, 2 at a time, about 46 s in all.",
     ]
-    assert told(costs["stacked"]) == (
+    assert in_words(costs["stacked"]) == (
         "a step of 1 lane 1 ms, 4 lanes 2 ms; 20 ms a test, 1.0 s to begin"
     )
 

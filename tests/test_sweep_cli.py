@@ -1,14 +1,15 @@
-"""`wngrad sweep`, as a user types it: in a real process, from his file to the report."""
+"""`wngrad sweep`, as a user types it, from his file to the report."""
 
 from __future__ import annotations
 
 import json
-import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-import pytest
+from small_lab import wngrad
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MINE = '''
@@ -54,23 +55,11 @@ task = Task(
 '''
 
 
-def wngrad(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from wngrad.cli import main; main()", *words]
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def test_the_regression_from_a_file_to_a_report_and_again_with_nothing_to_do(tmp_path: Path):
     words = ["sweep", str(EXAMPLES / "diabetes_task.py"), "--lam", "0.001,0.1,1000"]
     words += ["--seeds", "2", "--optimizers", "sgd,wngrad,torch.optim:RMSprop", "--device", "cpu"]
     done = wngrad(tmp_path, *words, "--epochs", "2")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert "sgd: stacked, 6 of the 12 lanes that train as one program." in done.stdout
     assert "torch.optim:RMSprop: 6 separate runs: it is run as it is" in done.stdout
     assert "Most usable decades" in done.stdout
@@ -86,7 +75,7 @@ def test_the_regression_from_a_file_to_a_report_and_again_with_nothing_to_do(tmp
     assert all(record["start"]["test_loss"] > 0 for record in records)
     before = {path: path.read_bytes() for path in (out / "records").iterdir()}
     again = wngrad(tmp_path, *words, "--epochs", "2")
-    assert again.returncode == 0, again.stderr
+    assert again.exit_code == 0, again.stderr
     assert "at once" not in again.stderr
     assert {path: path.read_bytes() for path in (out / "records").iterdir()} == before
     longer = wngrad(tmp_path, *words, "--epochs", "3")
@@ -99,7 +88,7 @@ def test_the_transformer_with_an_optimizer_of_its_own_file(tmp_path: Path):
         tmp_path, "sweep", str(file), "--lam", "0.01,0.1", "--seeds", "1", "--epochs", "1",
         "--optimizers", f"wngrad,{file}:clipped_adam", "--out", "here", "--device", "cpu",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert "2 separate runs: the model cannot be stacked: it is a Sorter" in done.stdout
     summary = (tmp_path / "here/summary.md").read_text()
     assert "| clipped_adam |" in summary
@@ -110,7 +99,7 @@ def test_what_goes_wrong_in_a_run_is_one_line_each_and_harms_no_other_lane(tmp_p
     (tmp_path / "mine.py").write_text(MINE)
     words = ["sweep", "mine.py", "--lam", "0.01,0.1", "--seeds", "2", "--device", "cpu"]
     done = wngrad(tmp_path, *words, "--optimizers", "sgd,mine.py:picky")
-    assert done.returncode == 1, done.stderr
+    assert done.exit_code == 1, done.stderr
     assert "Traceback" not in done.stderr
     lines = done.stdout.splitlines()
     assert any("sgd: 4 separate runs: the model cannot be stacked: it is a Net" in x for x in lines)
@@ -133,30 +122,38 @@ def test_what_goes_wrong_in_a_run_is_one_line_each_and_harms_no_other_lane(tmp_p
 def test_a_folder_of_another_version_of_the_task_is_refused(tmp_path: Path):
     (tmp_path / "mine.py").write_text(MINE)
     words = ["sweep", "mine.py", "--lam", "0.01", "--seeds", "1", "--optimizers", "sgd"]
-    assert wngrad(tmp_path, *words, "--device", "cpu").returncode == 0
+    assert wngrad(tmp_path, *words, "--device", "cpu").exit_code == 0
     (tmp_path / "mine.py").write_text(MINE.replace("mse_loss", "l1_loss"))
     done = wngrad(tmp_path, *words, "--device", "cpu")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "holds a sweep made under other conditions (source: " in done.stderr
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_a_sweep_that_is_stopped_says_how_to_go_on_and_goes_on(tmp_path: Path):
-    import signal
-
-    (tmp_path / "mine.py").write_text(MINE.replace("epochs=2", "epochs=400"))
-    words = ["sweep", "mine.py", "--lam", "0.01", "--seeds", "1", "--optimizers", "sgd"]
-    command = [sys.executable, "-c", "from wngrad.cli import main; main()", *words]
+    """Real processes; the run waits in its first step until the signal has been sent."""
+    text = MINE.replace("    return torch.optim.SGD", GATE + "    return torch.optim.SGD")
+    (tmp_path / "mine.py").write_text(text)
+    words = ["sweep", "mine.py", "--lam", "0.01", "--seeds", "1", "--optimizers", "mine.py:picky"]
+    words += ["--device", "cpu", "--save-every", "0"]
     process = subprocess.Popen(
-        [*command, "--device", "cpu", "--save-every", "0"], cwd=tmp_path, text=True,
+        [sys.executable, "-m", "wngrad", *words], cwd=tmp_path, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    assert process.stderr is not None
-    assert "1 lanes, 400 epochs" in process.stderr.readline()
+    while process.poll() is None and not (tmp_path / "begun").exists():
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
+    (tmp_path / "gate").touch()
+    out, err = process.communicate()
+    assert process.returncode == 130, err
     assert "Go on with: wngrad sweep mine.py" in out
-    done = wngrad(tmp_path, *words, "--device", "cpu")
-    assert done.returncode == 0, done.stderr
-    assert "n = 1 seed, 400 epochs, 1 of 1 lanes" in done.stdout
+    done = wngrad(tmp_path, *words)
+    assert done.exit_code == 0, done.stderr
+    assert "n = 1 seed, 2 epochs, 1 of 1 lanes" in done.stdout
+
+
+GATE = """
+    import pathlib, time
+    pathlib.Path("begun").touch()
+    while not pathlib.Path("gate").exists():
+        time.sleep(0.01)
+"""

@@ -9,24 +9,26 @@ from typing import NoReturn
 
 import typer
 
-from wngrad.cli.messages import fail, make_folder
+from wngrad.cli.messages import fail, make_folder, warn
+from wngrad.lab.run.job import Job, Outcome
 from wngrad.lab.run.places import is_address
-from wngrad.lab.run.supervisor import Job, Outcome, supervise
+from wngrad.lab.run.supervisor import supervise
 
 
-def train(job: Job, patience: float | None, ray: str | None, cpus: int) -> tuple[Outcome, str]:
-    """Run a job under a bar; leaves if it was stopped, or could not begin."""
+def train(job: Job, patience: float | None, ray: str | None, workers: int) -> tuple[Outcome, str]:
+    """Run a job under a progress bar; leaves if it was stopped, or could not begin."""
     from wngrad.lab.run.progress import Watch
 
+    _check(job, ray, workers)
     if not is_address(job.out):
         make_folder(Path(job.out))
     with Watch(job.sweep.name) as watch:
         if ray is None:
-            outcome = supervise(job, watch, patience)
+            outcome = supervise(job, watch, patience, workers=workers)
         else:
             from wngrad.lab.run.cluster import driver
 
-            outcome = driver.run(job, watch, ray, cpus=cpus, patience=patience)
+            outcome = driver.run(job, watch, ray, patience=patience)
     if outcome.status in (130, 143):
         again = shlex.join(["wngrad", *sys.argv[1:]])
         print(f"Stopped; everything so far is saved in {job.out}. Go on with: {again}")
@@ -36,18 +38,27 @@ def train(job: Job, patience: float | None, ray: str | None, cpus: int) -> tuple
     return outcome, watch.text()
 
 
-def plan(job: Job, ray: str | None, cpus: int) -> NoReturn:
-    """Say what would be done, and leave."""
+def plan(job: Job, ray: str | None, workers: int) -> NoReturn:
+    """Print what would be done, and leave."""
+    _check(job, ray, workers)
     try:
         if ray is None:
             from wngrad.lab.run import timing
 
-            lines = timing.plan(job)
+            lines = timing.plan(job, workers)
         else:
             from wngrad.lab.run.cluster import driver
 
-            lines = driver.plan(job, ray, cpus=cpus)
+            lines = driver.plan(job, ray)
     except (ValueError, OSError, RuntimeError) as error:
         fail(str(error))
     print(*lines, sep="\n")
     raise typer.Exit(0)
+
+
+def _check(job: Job, ray: str | None, workers: int) -> None:
+    if ray is not None and workers > 1:
+        fail(f"`--workers` must be left out with `--ray`, whose nodes have theirs, got {workers}.")
+    packs = len(job.sweep.cut(job.sweep.seeds))
+    if packs < workers:
+        warn(f"{packs} of {workers} workers have a pack to train; --lanes cuts smaller ones.")

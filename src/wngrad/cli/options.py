@@ -28,7 +28,10 @@ SaveEvery: TypeAlias = Annotated[float, typer.Option(min=0, help="Seconds betwee
 Ray: TypeAlias = Annotated[
     str | None, typer.Option(help="Run on a Ray cluster: HOST:PORT, auto, or local.")
 ]
-Cpus: TypeAlias = Annotated[int, typer.Option(min=1, help="Cores of a pack, with --ray.")]
+Workers: TypeAlias = Annotated[
+    int, typer.Option(min=1, help="Processes of this machine, each with a pack at a time.")
+]
+Cpus: TypeAlias = Annotated[int, typer.Option(min=1, help="Cores, and torch's threads, a pack.")]
 DryRun: TypeAlias = Annotated[
     bool, typer.Option("--dry-run", help="Print packs, resources and time; train nothing.")
 ]

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
+from wngrad.cli import options
 from wngrad.cli.messages import NEEDS_LAB, fail, warn
-from wngrad.cli.options import Recipe
 
 
 def report(
-    recipe: Recipe,
+    recipe: options.Recipe,
     records: Annotated[
         str | None,
         typer.Option(help="The folder or address of a run, or a .jsonl file of records."),

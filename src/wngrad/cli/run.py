@@ -9,41 +9,30 @@ from typing import Annotated
 import typer
 
 from wngrad.cli import job as jobs
+from wngrad.cli import options
 from wngrad.cli.messages import fail
-from wngrad.cli.options import (
-    Cpus,
-    Data,
-    Device,
-    DryRun,
-    Lanes,
-    Note,
-    Out,
-    Patience,
-    Ray,
-    Recipe,
-    SaveEvery,
-)
 
 
 def run(
-    recipe: Recipe,
-    data: Data = None,
-    device: Device = "auto",
+    recipe: options.Recipe,
+    data: options.Data = None,
+    device: options.Device = "auto",
     epochs: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
-    out: Out = None,
-    lanes: Lanes = None,
-    note: Note = "",
-    patience: Patience = None,
-    save_every: SaveEvery = 30.0,
-    ray: Ray = None,
-    cpus: Cpus = 1,
-    dry_run: DryRun = False,
+    out: options.Out = None,
+    lanes: options.Lanes = None,
+    note: options.Note = "",
+    patience: options.Patience = None,
+    save_every: options.SaveEvery = 30.0,
+    workers: options.Workers = 1,
+    ray: options.Ray = None,
+    cpus: options.Cpus = 1,
+    dry_run: options.DryRun = False,
 ) -> None:
     """Train every lane of a recipe. What is done is left alone; what was interrupted goes on."""
     from wngrad.lab import recipes
+    from wngrad.lab.run.job import Job
     from wngrad.lab.run.places import is_address
-    from wngrad.lab.run.supervisor import Job
 
     try:
         sweep = recipes.find(recipe).scaled(epochs=epochs, seeds=seeds)
@@ -52,10 +41,10 @@ def run(
     if lanes is not None:
         sweep = replace(sweep, lanes_per_pack=lanes)
     folder = out or f"out/{sweep.name}"
-    job = Job(sweep, folder, data, device, note, save_every, sized=lanes is not None)
+    job = Job(sweep, folder, data, device, note, save_every, lanes is not None, cpus)
     if dry_run:
-        jobs.plan(job, ray, cpus)
-    outcome, progress = jobs.train(job, patience, ray, cpus)
+        jobs.plan(job, ray, workers)
+    outcome, progress = jobs.train(job, patience, ray, workers)
     where = [] if out is None else ["--records" if is_address(out) else "--out", out]
     following = shlex.join(["wngrad", "report", recipe, *where])
     print(f"{progress}. Records are in {folder}; next: {following}")

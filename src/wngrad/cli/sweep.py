@@ -12,18 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from wngrad.cli import job as jobs
+from wngrad.cli import options
 from wngrad.cli.messages import NEEDS_LAB, fail, warn
-from wngrad.cli.options import (
-    Cpus,
-    Device,
-    DryRun,
-    Lanes,
-    Note,
-    Out,
-    Patience,
-    Ray,
-    SaveEvery,
-)
 from wngrad.lab.optimizers import SWEPT
 from wngrad.lab.train.loader import did_you_mean
 from wngrad.lab.train.spec import Kind
@@ -40,22 +30,23 @@ def sweep(
     lam: Annotated[str | None, typer.Option(help="The grid itself, with commas.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs at each λ.")] = 3,
     epochs: Annotated[int | None, typer.Option(min=1, help="Instead of the task's.")] = None,
-    device: Device = "auto",
-    out: Out = None,
-    lanes: Lanes = None,
+    device: options.Device = "auto",
+    out: options.Out = None,
+    lanes: options.Lanes = None,
     program: Annotated[
         str, typer.Option(help="auto, or how to run: stacked, branches or lone.")
     ] = "auto",
-    note: Note = "",
-    patience: Patience = None,
-    save_every: SaveEvery = 30.0,
-    ray: Ray = None,
-    cpus: Cpus = 1,
-    dry_run: DryRun = False,
+    note: options.Note = "",
+    patience: options.Patience = None,
+    save_every: options.SaveEvery = 30.0,
+    workers: options.Workers = 1,
+    ray: options.Ray = None,
+    cpus: options.Cpus = 1,
+    dry_run: options.DryRun = False,
 ) -> None:
     """How much does your own training depend on the learning rate? Trains, resumes and reports."""
     from wngrad.lab import sweep as sweeps
-    from wngrad.lab.run.supervisor import Job
+    from wngrad.lab.run.job import Job
 
     try:
         grid = _numbers("lam", lam) if lam else sweeps.grid(lam_from, lam_to, per_decade)
@@ -74,10 +65,10 @@ def sweep(
     usual = Path("out") / sweeps.folder(plan.sweep.name)
     for line in plan.how:
         print(line)
-    job = Job(plan.sweep, out or usual, None, device, note, save_every, sized=lanes is not None)
+    job = Job(plan.sweep, out or usual, None, device, note, save_every, lanes is not None, cpus)
     if dry_run:
-        jobs.plan(job, ray, cpus)
-    outcome, _ = jobs.train(job, patience, ray, cpus)
+        jobs.plan(job, ray, workers)
+    outcome, _ = jobs.train(job, patience, ray, workers)
     try:
         summary = sweeps.report(plan, job.out, usual, shlex.join(["wngrad", *sys.argv[1:]]), warn)
     except ImportError as error:

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from wngrad.lab.report.claims import (
-    Ahead,
-    AheadOver,
-    AlongTheWay,
-    BestAt,
-    Flat,
-    Generalizes,
-    Level,
-    MoreRobust,
-    Trains,
-)
+from wngrad.lab.report import claims as claim
 from wngrad.lab.train.loader import load
 from wngrad.lab.train.spec import Sweep
 
+# fmt: off
 FIGURE_1 = Sweep(
     name="figure-1",
     cost="7 s on an H200, and 25 s of compilation",
@@ -30,40 +21,16 @@ FIGURE_1 = Sweep(
     best_by="test_loss",
     curves_at=(0.562, 0.056),
     claims=(
-        Ahead(
-            "At λ = 0.562 WNGrad does much better than SGD in training loss.",
-            metric="train_loss",
-            winner="wngrad",
-            loser="sgd",
-            lam=0.562,
-        ),
-        Ahead(
-            "At λ = 0.562 WNGrad does much better than SGD in test loss.",
-            metric="test_loss",
-            winner="wngrad",
-            loser="sgd",
-            lam=0.562,
-        ),
-        Ahead(
-            "At λ = 0.056 SGD obtains the smaller training loss.",
-            metric="train_loss",
-            winner="sgd",
-            loser="wngrad",
-            lam=0.056,
-        ),
-        Ahead(
-            "At λ = 0.056 WNGrad generalizes better: its test loss is smaller.",
-            metric="test_loss",
-            winner="wngrad",
-            loser="sgd",
-            lam=0.056,
-        ),
-        Trains(
-            "WNGrad is very robust, SGD is not: it trains at every λ up to 17.8.",
-            optimizer="wngrad",
-            rival="sgd",
-            up_to=17.8,
-        ),
+        claim.Ahead("At λ = 0.562 WNGrad does much better than SGD in training loss.",
+            metric="train_loss", winner="wngrad", loser="sgd", lam=0.562),
+        claim.Ahead("At λ = 0.562 WNGrad does much better than SGD in test loss.",
+            metric="test_loss", winner="wngrad", loser="sgd", lam=0.562),
+        claim.Ahead("At λ = 0.056 SGD obtains the smaller training loss.", metric="train_loss",
+            winner="sgd", loser="wngrad", lam=0.056),
+        claim.Ahead("At λ = 0.056 WNGrad generalizes better: its test loss is smaller.",
+            metric="test_loss", winner="wngrad", loser="sgd", lam=0.056),
+        claim.Trains("WNGrad is very robust, SGD is not: it trains at every λ up to 17.8.",
+            optimizer="wngrad", rival="sgd", up_to=17.8),
     ),
 )
 
@@ -81,52 +48,23 @@ FIGURE_2 = Sweep(
     precision="tf32",
     best_by="train_loss",  # the paper does not say; by this its two best λ are found again
     claims=(
-        AheadOver(
-            "WNGrad performs better in training for λ from 0.01 to 1.",
-            metric="train_loss",
-            winner="wngrad",
-            loser="sgd",
-            lo=0.01,
-            hi=1,
-        ),
-        AheadOver(
-            "WNGrad performs better in testing for λ from 0.01 to 1.",
-            metric="test_accuracy",
-            winner="wngrad",
-            loser="sgd",
-            lo=0.01,
-            hi=1,
-        ),
-        Level(
-            "WNGrad does as well as SGD in training for λ smaller than 0.01.",
-            metric="train_loss",
-            first="wngrad",
-            second="sgd",
-            below=0.01,
-            within=0.1,
-        ),
-        Level(
-            "WNGrad does as well as SGD in testing for λ smaller than 0.01.",
-            metric="test_accuracy",
-            first="wngrad",
-            second="sgd",
-            below=0.01,
-            within=0.02,
-        ),
-        BestAt("The best λ of WNGrad is 0.25.", metric="train_loss", optimizer="wngrad", lam=0.25),
-        BestAt("The best λ of SGD is 0.05.", metric="train_loss", optimizer="sgd", lam=0.05),
-        AlongTheWay(
+        claim.AheadOver("WNGrad performs better in training for λ from 0.01 to 1.",
+            metric="train_loss", winner="wngrad", loser="sgd", lo=0.01, hi=1),
+        claim.AheadOver("WNGrad performs better in testing for λ from 0.01 to 1.",
+            metric="test_accuracy", winner="wngrad", loser="sgd", lo=0.01, hi=1),
+        claim.Level("WNGrad does as well as SGD in training for λ smaller than 0.01.",
+            metric="train_loss", first="wngrad", second="sgd", below=0.01, within=0.1),
+        claim.Level("WNGrad does as well as SGD in testing for λ smaller than 0.01.",
+            metric="test_accuracy", first="wngrad", second="sgd", below=0.01, within=0.02),
+        claim.BestAt("The best λ of WNGrad is 0.25.", metric="train_loss", optimizer="wngrad",
+            lam=0.25),
+        claim.BestAt("The best λ of SGD is 0.05.", metric="train_loss", optimizer="sgd", lam=0.05),
+        claim.AlongTheWay(
             "At the best λ of each, WNGrad outperforms SGD in training along the way.",
-            metric="train_loss",
-            winner="wngrad",
-            loser="sgd",
-        ),
-        AlongTheWay(
+            metric="train_loss", winner="wngrad", loser="sgd"),
+        claim.AlongTheWay(
             "At the best λ of each, WNGrad outperforms SGD in testing along the way.",
-            metric="test_accuracy",
-            winner="wngrad",
-            loser="sgd",
-        ),
+            metric="test_accuracy", winner="wngrad", loser="sgd"),
     ),
 )
 
@@ -145,23 +83,15 @@ FIGURE_3 = Sweep(
     precision="bfloat16",
     best_by="train_loss",  # as in Figure 2
     claims=(
-        MoreRobust(
-            "WNGrad-Momentum is more robust than SGD-Momentum.",
-            robust="wngrad-momentum",
-            fragile="sgd-momentum",
-        ),
-        MoreRobust("WN-Adam is more robust than Adam.", robust="wnadam", fragile="adam"),
-        MoreRobust(
-            "WNGrad-Momentum is more robust than Adam.", robust="wngrad-momentum", fragile="adam"
-        ),
-        MoreRobust(
-            "WN-Adam is more robust than SGD-Momentum.", robust="wnadam", fragile="sgd-momentum"
-        ),
-        Generalizes(
-            "WN-Adam still does fairly well in generalization at λ = 10.",
-            optimizer="wnadam",
-            lam=10,
-        ),
+        claim.MoreRobust("WNGrad-Momentum is more robust than SGD-Momentum.",
+            robust="wngrad-momentum", fragile="sgd-momentum"),
+        claim.MoreRobust("WN-Adam is more robust than Adam.", robust="wnadam", fragile="adam"),
+        claim.MoreRobust("WNGrad-Momentum is more robust than Adam.", robust="wngrad-momentum",
+            fragile="adam"),
+        claim.MoreRobust("WN-Adam is more robust than SGD-Momentum.", robust="wnadam",
+            fragile="sgd-momentum"),
+        claim.Generalizes("WN-Adam still does fairly well in generalization at λ = 10.",
+            optimizer="wnadam", lam=10),
     ),
 )
 
@@ -172,13 +102,7 @@ DIGITS = Sweep(
     dataset="digits",
     model="mlp",
     optimizers=(
-        "sgd",
-        "sgd-momentum",
-        "adam",
-        "wngrad",
-        "wngrad-momentum",
-        "wnadam",
-        "wngrad-gradient",
+        "sgd", "sgd-momentum", "adam", "wngrad", "wngrad-momentum", "wnadam", "wngrad-gradient",
     ),
     lam=tuple(10 ** (-4 + k / 2) for k in range(13)),
     epochs=15,
@@ -186,35 +110,20 @@ DIGITS = Sweep(
     metrics=("train_loss", "test_loss"),
     best_by="test_loss",
     claims=(
-        Trains(
-            "WNGrad trains at every λ from 0.001 up to 100, where SGD does not.",
-            optimizer="wngrad",
-            rival="sgd",
-            start=0.001,
-            up_to=100,
-            source="ours",
-        ),
-        MoreRobust(
-            "WNGrad is more robust than SGD.", robust="wngrad", fragile="sgd", source="ours"
-        ),
-        MoreRobust(
-            "WNGrad-Momentum is more robust than SGD-Momentum.",
-            robust="wngrad-momentum",
-            fragile="sgd-momentum",
-            source="ours",
-        ),
-        MoreRobust(
-            "WN-Adam is more robust than Adam.", robust="wnadam", fragile="adam", source="ours"
-        ),
-        Flat(
-            "Started from its first gradient, WNGrad does not depend on λ: it cancels.",
-            metric="test_loss",
-            optimizer="wngrad-gradient",
-            source="ours",
-        ),
+        claim.Trains("WNGrad trains at every λ from 0.001 up to 100, where SGD does not.",
+            optimizer="wngrad", rival="sgd", start=0.001, up_to=100, source="ours"),
+        claim.MoreRobust("WNGrad is more robust than SGD.", robust="wngrad", fragile="sgd",
+            source="ours"),
+        claim.MoreRobust("WNGrad-Momentum is more robust than SGD-Momentum.",
+            robust="wngrad-momentum", fragile="sgd-momentum", source="ours"),
+        claim.MoreRobust("WN-Adam is more robust than Adam.", robust="wnadam", fragile="adam",
+            source="ours"),
+        claim.Flat("Started from its first gradient, WNGrad does not depend on λ: it cancels.",
+            metric="test_loss", optimizer="wngrad-gradient", source="ours"),
     ),
 )
 
+# fmt: on
 RECIPES: dict[str, Sweep] = {sweep.name: sweep for sweep in (FIGURE_1, FIGURE_2, FIGURE_3, DIGITS)}
 
 

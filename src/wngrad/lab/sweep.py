@@ -1,4 +1,4 @@
-"""From a user's task to a sweep: what is checked at the door, and how each optimizer is run."""
+"""A sweep of a user's task: the checks before it, how each optimizer is run, and the report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +86,7 @@ def plan(
         metric_name=task.metric_name if task.metric else "",
         alone=alone,
     )
-    return Plan(sweep, tuple(_told(sweep, name, why) for name in optimizers))
+    return Plan(sweep, tuple(_how(sweep, name, why) for name in optimizers))
 
 
 def grid(low: float, high: float, per_decade: int) -> tuple[float, ...]:
@@ -141,34 +141,29 @@ def checked(task: Task, address: str) -> Data:
     Raises:
         ValueError: something in the task raises, or returns what it should not.
     """
-    data = _tried(address, "train", task.data) if callable(task.train) else task.data()
-    if len(data.train_y) < task.batch:
-        raise ValueError(
-            f"{address}: `batch` must be at most the {len(data.train_y)} training examples, "
-            f"got {task.batch}."
-        )
+    data = _call(address, "train", task.data) if callable(task.train) else task.data()
+
+    def refuse(name: str, must: str, got: object) -> NoReturn:
+        raise ValueError(f"{address}: `{name}` must {must}, got {got}.")
+
+    if (count := len(data.train_y)) < task.batch:
+        refuse("batch", f"be at most the {count} training examples", task.batch)
     x, y = _batch(task, data)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = _tried(address, "model", task.model)
+        model = _call(address, "model", task.model)
         if not isinstance(model, nn.Module) or not list(model.parameters()):
-            raise ValueError(
-                f"{address}: `model` must return a network with parameters, got {model!r}."
-            )
-        output = _tried(address, "model", model, x)
+            refuse("model", "return a network with parameters", repr(model))
+        output = _call(address, "model", model, x)
         if not isinstance(output, Tensor):
-            raise ValueError(f"{address}: `model` must give a tensor, got {output!r}.")
-        loss = _tried(address, "loss", task.loss, output, y)
+            refuse("model", "give a tensor", repr(output))
+        loss = _call(address, "loss", task.loss, output, y)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise ValueError(
-                f"{address}: `loss` must return one number with a gradient, got {_brief(loss)}."
-            )
+            refuse("loss", "return one number with a gradient", _brief(loss))
         if task.metric is not None:
-            value = _tried(address, "metric", task.metric, output.detach(), y)
+            value = _call(address, "metric", task.metric, output.detach(), y)
             if not isinstance(value, (int, float)) and getattr(value, "numel", int)() != 1:
-                raise ValueError(
-                    f"{address}: `metric` must return one number, got {_brief(value)}."
-                )
+                refuse("metric", "return one number", _brief(value))
     return data
 
 
@@ -181,7 +176,7 @@ def _float32(t: Tensor) -> Tensor:
     return t.float() if t.is_floating_point() else t
 
 
-def _tried(address: str, name: str, call: Any, *args: Any) -> Any:
+def _call(address: str, name: str, call: Any, *args: Any) -> Any:
     try:
         return call(*args)
     except ValueError as error:
@@ -270,17 +265,15 @@ def _alike(a: Any, b: Any) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
-def _told(sweep: Sweep, name: str, why: str) -> str:
+def _how(sweep: Sweep, name: str, why: str) -> str:
+    """How an optimizer's lanes are run, in a sentence."""
     lanes = sum(setting.optimizer == name for setting in sweep.settings) * len(sweep.seeds)
     if name in sweep.alone:
-        reason = "it is run as it is, as the lab has no stacked form of it"
-    else:
-        reason = why
+        why = "it is run as it is, as the lab has no stacked form of it"
+    because = f": {why}" if why else ""
     if sweep.program == "lone" or name in sweep.alone:
-        because = f": {reason}" if reason else ""
         return f"{name}: {lanes} separate runs{because}."
     if sweep.program == "branches":
-        because = f": {why}" if why else ""
         return f"{name}: {lanes} lanes, {sweep.lanes_per_pack} networks side by side{because}."
     together = sum(s.optimizer not in sweep.alone for s in sweep.settings) * len(sweep.seeds)
     return f"{name}: stacked, {lanes} of the {together} lanes that train as one program."

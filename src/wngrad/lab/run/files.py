@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside, synced, renamed, and sealed by a checksum.
+"""Atomic files with checksums: written beside, synced, renamed; each is whole or not there.
 
 A sealed file that was cut, or in which one bit has changed, is not read but reported as `Damaged`.
 Nothing is unpickled before its checksum is right, and then only as plain data and tensors.
@@ -36,7 +36,7 @@ def write(path: Path, data: bytes) -> None:
     try:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
-            _write_all(descriptor, data)
+            write_all(descriptor, data)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -52,7 +52,7 @@ def append(path: Path, line: bytes) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            _write_all(descriptor, line)
+            write_all(descriptor, line)
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -63,7 +63,8 @@ def _unwritten(path: Path, error: OSError) -> OSError:
     return OSError(error.errno, f"{path} could not be written: {error.strerror}")
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write to a descriptor as often as it takes."""
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]
@@ -88,15 +89,14 @@ def seal_json(value: dict[str, Any]) -> bytes:
 def open_json(data: bytes, name: str) -> dict[str, Any]:
     """What `seal_json` sealed, byte for byte, or Damaged."""
     try:
-        value = json.loads(data)
+        value: dict[str, Any] = json.loads(data)
         value.pop("sha256")
-        whole = seal_json(value) == data
+        matches = seal_json(value) == data
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"{name} is not a whole record: {error}.") from error
-    if not whole:
+    if not matches:
         raise Damaged(f"{name} does not match its checksum.")
-    found: dict[str, Any] = value
-    return found
+    return value
 
 
 class _ByValue:

@@ -46,15 +46,15 @@ class Choice:
     why: str
 
 
-def enough(found: Sequence[Measured]) -> bool:
+def enough(costs: Sequence[Measured]) -> bool:
     """Whether more lanes would not be trained at a better rate."""
-    return len(found) > 1 and found[-1].rate < GROWTH * found[-2].rate
+    return len(costs) > 1 and costs[-1].rate < GROWTH * costs[-2].rate
 
 
-def seconds(found: Sequence[Measured], lanes: int, epochs: int) -> float:
+def seconds(costs: Sequence[Measured], lanes: int, epochs: int) -> float:
     """What a pack takes; between and beyond measurements an epoch is linear in the lanes."""
-    below = [m for m in found if m.lanes <= lanes] or [found[0]]
-    above = [m for m in found if m.lanes >= lanes]
+    below = [m for m in costs if m.lanes <= lanes] or [costs[0]]
+    above = [m for m in costs if m.lanes >= lanes]
     low = below[-1]
     if not above:  # the largest that was measured is taken to be full
         return low.start + epochs * low.epoch * lanes / low.lanes
@@ -65,7 +65,7 @@ def seconds(found: Sequence[Measured], lanes: int, epochs: int) -> float:
 
 
 def choose(
-    found: Sequence[Measured], lanes: int, slots: int, epochs: int, limit: float = LIMIT
+    costs: Sequence[Measured], lanes: int, slots: int, epochs: int, limit: float = LIMIT
 ) -> Choice:
     """The size of the packs that `lanes` lanes are cut into.
 
@@ -73,12 +73,12 @@ def choose(
     or else the smallest; but never so large that a slot has nothing to do.
 
     Args:
-        found: measurements, in the order of their lanes.
+        costs: measurements, in the order of their lanes.
         slots: how many packs can run at the same time.
     """
-    best = max(m.rate for m in found)
-    full = [m.lanes for m in found if m.rate >= LEVEL * best]
-    short = [n for n in full if seconds(found, n, epochs) <= limit]
+    best = max(m.rate for m in costs)
+    full = [m.lanes for m in costs if m.rate >= LEVEL * best]
+    short = [n for n in full if seconds(costs, n, epochs) <= limit]
     share, size = math.ceil(lanes / slots), (short or full[:1])[-1]
     if share < size:
         return Choice(share, f"so that all {slots} slots have work")
@@ -153,12 +153,11 @@ class Plan:
         return f"{names}: {_lanes(lanes)}{each}, {self.resources}, about {clock(self.cost(first))}"
 
 
-def told(found: Sequence[Measured]) -> str:
+def in_words(costs: Sequence[Measured]) -> str:
     """Measurements in a line."""
-    each = ", ".join(f"{_lanes(m.lanes)} {m.step * 1e3:.3g} ms" for m in found)
-    return (
-        f"a step of {each}; {found[-1].test * 1e3:.3g} ms a test, {found[-1].start:.1f} s to begin"
-    )
+    each = ", ".join(f"{_lanes(m.lanes)} {m.step * 1e3:.3g} ms" for m in costs)
+    last = costs[-1]
+    return f"a step of {each}; {last.test * 1e3:.3g} ms a test, {last.start:.1f} s to begin"
 
 
 def _lanes(count: int) -> str:

@@ -1,4 +1,4 @@
-"""Where a store can be: a folder, or an address of fsspec such as `s3://bucket/sweep`.
+"""The places a store can be in: a folder, or an address of fsspec such as `s3://bucket/sweep`.
 
 A place has the functions of `files`, which is the place of all folders. What is written anywhere is
 whole or not there.
@@ -57,7 +57,7 @@ def find(home: Path | str) -> tuple[Place, Path]:
 
 
 class RemoteFiles:
-    """What fsspec can reach. Locks hold among the processes of one machine only."""
+    """The files at an address of fsspec. Locks hold among the processes of one machine only."""
 
     def __init__(self, fs: Any) -> None:
         self.fs = fs
@@ -66,12 +66,12 @@ class RemoteFiles:
 
     def read(self, path: Path) -> bytes | None:
         try:
-            found: bytes = self.fs.cat_file(str(path))
+            data: bytes = self.fs.cat_file(str(path))
         except FileNotFoundError:
             return None
         except IsADirectoryError as error:
             raise files.Damaged(f"{path} is a folder, not a file.") from error
-        return found
+        return data
 
     def write(self, path: Path, data: bytes) -> None:
         if self.at_once:
@@ -97,7 +97,7 @@ class RemoteFiles:
     def names(self, folder: Path) -> list[str]:
         self.fs.invalidate_cache()  # others write there, too
         try:
-            return sorted(Path(found).name for found in self.fs.ls(str(folder), detail=False))
+            return sorted(Path(path).name for path in self.fs.ls(str(folder), detail=False))
         except FileNotFoundError:
             return []
 

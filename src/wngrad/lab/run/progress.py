@@ -1,10 +1,9 @@
-"""What a person sees while a sweep runs: a bar on a terminal, plain lines anywhere else."""
+"""The progress of a sweep for a person: a bar on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -23,7 +22,7 @@ class Watch:
         self.diverged: dict[str, int] = {}
         self.failed: set[str] = set()  # lanes
         self.since: tuple[float, float] | None = None  # when training began, and what was done
-        self.said = 0.0
+        self.printed = 0.0  # when the last line was
         self.bar = _bar(Console(file=self.stream)) if self.stream.isatty() else None
         self.task = self.bar.add_task(name, total=None, text="starting") if self.bar else None
 
@@ -32,12 +31,7 @@ class Watch:
             self.bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.bar:
             self.bar.stop()
 
@@ -55,7 +49,7 @@ class Watch:
         elif kind == "progress":
             self._progress(event)
         elif kind == "record" and event["status"] == "failed":
-            if event["lane"] not in self.failed:  # a new worker says again what it has lost
+            if event["lane"] not in self.failed:
                 self._line(f"{event['lane']} failed: {event['reason']}")
             self.failed.add(event["lane"])
         elif kind == "warning":
@@ -81,7 +75,7 @@ class Watch:
         self.diverged[event["pack"]] = event["diverged"]
         if self.since is None:
             self.since = (time.monotonic(), sum(self.done.values()))
-        if self.bar is None and time.monotonic() - self.said >= LINE_EVERY:
+        if self.bar is None and time.monotonic() - self.printed >= LINE_EVERY:
             self._line(self.text())
 
     def _show(self) -> None:
@@ -90,7 +84,7 @@ class Watch:
             self.bar.update(self.task, total=total or None, completed=done, text=self.text())
 
     def _line(self, text: str) -> None:
-        self.said = time.monotonic()
+        self.printed = time.monotonic()
         if self.bar:
             self.bar.console.print(f"{self.name}: {text}", highlight=False, markup=False)
         else:

@@ -1,11 +1,10 @@
-"""A folder of records: what has been run, what is running, and where to go on.
+"""The store of a sweep: a folder of records, checkpoints and locks.
 
     sweep.json            what the folder is for, and its packs; written once, grown, never changed
     records/LANE.json     one per lane, whole and sealed
     checkpoints/PACK.pt   the last state of a pack, and PACK.pt.old, the one before
     locks/                held while a pack is running
-    sessions.jsonl        who worked here, when, and how fast (told apart from the records, which do
-                          not depend on it)
+    sessions.jsonl        who worked here, when, and how fast (the records do not depend on it)
 
 Several processes may share a folder: each pack is run by the one that holds its lock. The folder
 may be anywhere that `places` can reach.
@@ -78,12 +77,9 @@ class Store:
         """The lanes of a pack that have no record of so many epochs under these settings."""
 
         def done(record: Record | None) -> bool:
-            return (
-                record is not None
-                and record.status == "done"
-                and record.settings == settings
-                and record.epochs >= epochs
-            )
+            if record is None or record.status != "done" or record.settings != settings:
+                return False
+            return record.epochs >= epochs
 
         return [lane for lane in pack.lanes if not done(self.record(lane))]
 
@@ -155,9 +151,9 @@ class Store:
         """
         until = time.monotonic() + patience
         while True:
-            with self.place.lock(self.folder / "locks" / pack.name, wait=False) as mine:
-                if mine or time.monotonic() >= until:
-                    yield mine
+            with self.place.lock(self.folder / "locks" / pack.name, wait=False) as claimed:
+                if claimed or time.monotonic() >= until:
+                    yield claimed
                     return
             time.sleep(0.05)
 
@@ -165,8 +161,8 @@ class Store:
     def lead(self) -> Iterator[bool]:
         """Whether this process may give out the packs to others, for as long as the block lasts."""
         self.place.make(self.folder / "locks")
-        with self.place.lock(self.folder / "locks" / "driver", wait=False) as mine:
-            yield mine
+        with self.place.lock(self.folder / "locks" / "driver", wait=False) as first:
+            yield first
 
     def log(self, entry: dict[str, Any]) -> None:
         """Add a line to `sessions.jsonl`."""
@@ -213,9 +209,9 @@ class Store:
 
     def _differences(self, before: dict[str, Any], now: dict[str, Any]) -> str:
         keys = [k for k in {**before, **now} if before.get(k) != now.get(k)]
-        said = "; ".join(f"{k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in keys)
+        text = "; ".join(f"{k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in keys)
         return (
-            f"{self.home} holds a sweep made under other conditions ({said}). "
+            f"{self.home} holds a sweep made under other conditions ({text}). "
             "Nothing was changed: choose another folder with --out."
         )
 

@@ -1,6 +1,6 @@
-"""Run a sweep in a process of its own, so that nothing a run does can take the others along.
+"""Run a job in processes of its own, so that nothing a run does can take the others along.
 
-A pack whose process is killed, or says nothing for longer than `patience`, is recorded as failed
+A pack whose process is killed, or tells nothing for longer than `patience`, is recorded as failed
 with the reason, and the rest goes on in a new process.
 """
 
@@ -12,181 +12,187 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
-from wngrad.lab.run.worker import SIGNALS
-from wngrad.lab.train.spec import Sweep
+from wngrad.lab.run.files import write_all
+from wngrad.lab.run.job import Event, Outcome, Tell
+from wngrad.lab.run.job import Job as Job
+from wngrad.lab.run.pool import POLL, SIGNALS, Ended, Pool, Signals, Stopped
 
-Event = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What a worker is to run."""
-
-    sweep: Sweep
-    out: Path | str  # a folder, or an address
-    data: Path | None = None
-    device: str = "auto"
-    note: str = ""
-    save_every: float = 30.0
-    sized: bool = False  # whether someone has said how many lanes a pack has
-
-    def to_json(self, failed: dict[str, str]) -> str:
-        return json.dumps(
-            {
-                "sweep": self.sweep.to_json(),
-                "out": str(self.out),
-                "data": str(self.data) if self.data else None,
-                "device": self.device,
-                "note": self.note,
-                "save_every": self.save_every,
-                "failed": failed,
-            }
-        )
+GRACE = 10.0  # seconds for a worker without work to leave
 
 
-@dataclass(slots=True)
-class Outcome:
-    """How a sweep ended: an exit status and, if there is something to say, a sentence."""
-
-    status: int
-    text: str = ""
-    failed: list[str] = field(default_factory=list)  # lanes, with reasons
-
-
-def supervise(job: Job, tell: Callable[[Event], None], patience: float | None = None) -> Outcome:
-    """Run the job to its end, in as many processes as it takes."""
-    lost: dict[str, str] = {}
-    failed: dict[str, str] = {}
-    with _forwarding() as forwarded:
-        while True:
-            seen = _Seen(tell)
-            status = _run_once(job, lost, seen, patience, forwarded)
-            failed |= seen.failed
-            said = [f"{lane}: {reason}" for lane, reason in failed.items()]
-            if seen.status is not None:
-                return Outcome(seen.status or int(bool(said)), seen.text, said)
-            if forwarded.signal:
-                return Outcome(128 + forwarded.signal, failed=said)
-            if seen.pack is None or seen.pack in lost:
-                return Outcome(1, f"The training process {_how(status)} before it had begun.")
-            lost |= {seen.pack: f"its process {_how(status)}"} | seen.lost
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What a worker has said so far; passes it on."""
-
-    tell: Callable[[Event], None]
-    pack: str | None = None
-    status: int | None = None  # with which it ends, if it has come to that
-    text: str = ""
-    failed: dict[str, str] = field(default_factory=dict)  # lanes, with reasons
-    lost: dict[str, str] = field(default_factory=dict)  # their packs: not to be tried twice
-
-    def __call__(self, event: Event) -> None:
-        self.tell(event)
-        kind = event["kind"]
-        if kind == "start":
-            self.pack = event["pack"]
-        elif kind == "record" and event["status"] == "failed":
-            self.failed[event["lane"]] = self.lost[event["pack"]] = event["reason"]
-        elif kind in ("finished", "interrupted", "error"):
-            self.status, self.text = event["status"], event.get("text", "")
-
-
-def _run_once(
+def supervise(
     job: Job,
-    lost: dict[str, str],
-    tell: Callable[[Event], None],
-    patience: float | None,
-    forwarded: _Forwarded,
-) -> int | str:
-    """One worker, from its start to its end: its exit status, or why it was ended."""
-    reading, writing = os.pipe()
-    with os.fdopen(reading, "rb") as events:
-        try:
-            worker = forwarded.start(writing)
-        except OSError as error:
-            return f"could not be started ({error})"
-        finally:
-            os.close(writing)
-        with worker:
-            assert worker.stdin is not None
-            with suppress(BrokenPipeError):  # it has ended already; its status says how
-                worker.stdin.write(job.to_json(lost))
-                worker.stdin.close()
-            for line in _lines(events, patience):
-                if line is None:
-                    worker.kill()
-                    worker.wait()
-                    return f"said nothing for {patience:g} s"
-                tell(json.loads(line))
-            return worker.wait()
-
-
-def _lines(events: Any, patience: float | None) -> Iterator[bytes | None]:
-    """Lines as they come; None if, after the first, none comes for `patience` seconds."""
-    held, waiting = b"", None  # to load torch and the data may take any time
-    while True:
-        ready, _, _ = select.select([events], [], [], waiting)
-        if not ready:
-            yield None
-            return
-        found = os.read(events.fileno(), 65536)
-        if not found:
-            return
-        waiting = patience
-        *whole, held = (held + found).split(b"\n")
-        yield from whole
-
-
-@dataclass(slots=True)
-class _Forwarded:
-    """Ctrl-C and SIGTERM go to the worker, which saves; we wait for it, unless asked twice."""
-
-    signal: int = 0  # the last that came
-    worker: subprocess.Popen[str] | None = None
-
-    def __call__(self, number: int, frame: object) -> None:
-        # A run that hangs would never leave; and what is on the disk is whole.
-        send = signal.SIGKILL if self.signal else number
-        self.signal = number
-        if self.worker is not None:
-            self.worker.send_signal(send)
-
-    def start(self, events: int) -> subprocess.Popen[str]:
-        """Start a worker: signals are held back here until it is known, there until it is ready."""
-        command = [sys.executable, "-m", "wngrad.lab.run.worker", str(events)]
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            self.worker = subprocess.Popen(
-                command, stdin=subprocess.PIPE, pass_fds=[events], text=True
-            )
-            return self.worker
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
-
-
-@contextmanager
-def _forwarding() -> Iterator[_Forwarded]:
-    forwarded = _Forwarded()
-    before = [signal.signal(number, forwarded) for number in SIGNALS]
+    tell: Tell,
+    patience: float | None = None,
+    *,
+    workers: int = 1,
+    clock: Callable[[], float] = time.monotonic,
+) -> Outcome:
+    """Run the job to its end in `workers` processes at a time, and as many in all as it takes."""
     try:
-        yield forwarded
-    finally:
-        for number, handler in zip(SIGNALS, before, strict=True):
-            signal.signal(number, handler)
+        with Signals() as signals, Processes(job, workers) as processes:
+            if error := processes.open(tell, signals.check):
+                return Outcome(error.status, error.text)
+            return Pool(processes, tell, signals, patience, clock).run(processes.packs)
+    except Stopped as stopped:
+        return Outcome(128 + stopped.number)
 
 
-def _how(status: int | str) -> str:
-    if isinstance(status, str):
-        return status
+class Processes:
+    """Workers of this machine: processes that stay from pack to pack. A context manager."""
+
+    tries = 1
+
+    def __init__(self, job: Job, limit: int) -> None:
+        self.job, self.limit = job, limit
+        self.packs: list[str] = []  # known when the store has been opened
+        self._processes: list[_Process] = []
+        self._not_started: list[Ended] = []
+
+    def open(self, tell: Tell, check: Callable[[], None]) -> Ended | None:
+        """Have a first worker load the data and open the store; what went wrong, or None.
+
+        Args:
+            check: called while waiting; may raise.
+        """
+        self.send("", "")
+        while True:
+            check()
+            for message in self.wait(POLL):
+                if isinstance(message, Ended):
+                    return None if message.how == "finished" else message
+                tell(message)
+
+    def send(self, pack: str, failed: str) -> None:
+        idle = next((p for p in self._processes if p.pack is None), None)
+        try:
+            process = idle or _Process(self.job)
+        except OSError as error:
+            self._not_started.append(_not_begun(pack, f"could not be started ({error})"))
+            return
+        if idle is None:
+            self._processes.append(process)
+        process.pack = pack
+        process.write({"pack": pack, "failed": failed})
+
+    def wait(self, seconds: float) -> list[Event | Ended]:
+        messages: list[Event | Ended] = [*self._not_started]
+        self._not_started.clear()
+        dead = [p for p in self._processes if p.popen.poll() is not None]
+        pipes = [p.events for p in self._processes]
+        ready = select.select(pipes, [], [], 0 if messages or dead else seconds)[0]
+        for process in list(self._processes):
+            if process in dead or process.events in ready:
+                messages += [self._message(process, event) for event in process.read()]
+            if process in dead or process.closed:
+                self._processes.remove(process)
+                status = process.end(GRACE)
+                if process.pack is not None:
+                    messages.append(_end_of(process, process.pack, status))
+        return [m for m in messages if isinstance(m, Ended) or m["kind"] != "packs"]
+
+    def _message(self, process: _Process, event: Event) -> Event | Ended:
+        if event["kind"] == "packs":
+            self.packs = event["packs"]
+        if event["kind"] != "ended":
+            process.begun = process.begun or "pack" in event
+            return event
+        pack, process.pack = process.pack or "", None
+        process.begun, process.served = False, True
+        what = {key: value for key, value in event.items() if key != "kind"}
+        return Ended(pack, **what)
+
+    def stop(self) -> list[str]:
+        for process in self._processes:
+            process.popen.terminate()
+        return []
+
+    def kill(self, pack: str) -> None:
+        for process in self._processes:
+            if process.pack == pack:
+                process.popen.kill()
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.end(GRACE if process.pack is None else 0)
+
+
+class _Process:
+    """A worker: an interpreter that is sent packs and tells events, each a line of JSON."""
+
+    def __init__(self, job: Job) -> None:
+        commands, self.commands = os.pipe()
+        self.events, events = os.pipe()
+        # Signals are held back there until the worker can take them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            self.popen = self._start(commands, events)
+        except OSError:
+            os.close(self.commands)
+            os.close(self.events)
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(commands)
+            os.close(events)
+        self.pack: str | None = None  # which it trains; empty: it opens the store
+        self.begun = False  # whether it has told of that pack
+        self.served = False  # whether it has come to the end of one
+        self.closed = False
+        self._rest = b""
+        self.write(job.to_json())
+
+    def _start(self, commands: int, events: int) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-m", "wngrad.lab.run.worker", str(commands), str(events)]
+        return subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=(commands, events))
+
+    def write(self, command: Any) -> None:
+        with suppress(BrokenPipeError):  # it has ended already; its status says how
+            write_all(self.commands, (json.dumps(command) + "\n").encode())
+
+    def read(self) -> Iterator[Event]:
+        """The events that have come."""
+        while not self.closed and select.select([self.events], [], [], 0)[0]:
+            data = os.read(self.events, 65536)
+            self.closed = not data
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            yield from map(json.loads, lines)
+
+    def end(self, seconds: float) -> int:
+        """Its exit status; it is killed if it does not leave in so many seconds."""
+        os.close(self.commands)
+        os.close(self.events)
+        if not seconds:
+            self.popen.kill()
+        try:
+            return self.popen.wait(seconds or None)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            return self.popen.wait()
+
+
+def _end_of(process: _Process, pack: str, status: int) -> Ended:
+    """What has become of a pack whose process is gone."""
+    if status in [128 + number for number in SIGNALS]:
+        return Ended(pack, "interrupted", status=status)
+    if not process.begun and not process.served:
+        return _not_begun(pack, _how(status))
+    return Ended(pack, "lost", f"its process {_how(status)}", blameless=not process.begun)
+
+
+def _not_begun(pack: str, how: str) -> Ended:
+    return Ended(pack, "error", f"The training process {how} before it had begun.", status=1)
+
+
+def _how(status: int) -> str:
     if status == -signal.SIGKILL:
         return "was killed (SIGKILL: perhaps for want of memory)"
     return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"

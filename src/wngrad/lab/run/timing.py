@@ -1,17 +1,18 @@
-"""Time a few steps of a sweep's real programs: what `pack_size` decides by."""
+"""Timing of a few steps of a sweep's real programs: what `pack_size` decides by."""
 
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
-from wngrad.lab.run.pack_size import Measured, Plan, enough, told
-from wngrad.lab.run.supervisor import Job
+from wngrad.lab.run.job import Job
+from wngrad.lab.run.pack_size import Measured, Plan, enough, in_words
+from wngrad.lab.run.worker import open_session
 from wngrad.lab.train.data import Data
 from wngrad.lab.train.programs import PROGRAMS, Program
 from wngrad.lab.train.spec import Kind, Pack, Sweep
@@ -24,19 +25,19 @@ BUDGET = 180.0  # seconds after which no larger program is tried
 
 def growing(sweep: Sweep, data: Data, device: str, most: int | None) -> list[Measured]:
     """Programs of 1, 4, 16, … lanes, up to `most` or until more no longer pay or fit in memory."""
-    began, found = time.monotonic(), list[Measured]()
+    began, costs = time.monotonic(), list[Measured]()
     for pack in _growing(sweep, most):
         try:
-            found.append(one(sweep, pack, data, device))
+            costs.append(one(sweep, pack, data, device))
         except torch.OutOfMemoryError:
-            if not found:
+            if not costs:
                 raise
             break
         finally:
             free(device)
-        if enough(found) or time.monotonic() - began > BUDGET:
+        if enough(costs) or time.monotonic() - began > BUDGET:
             break
-    return found
+    return costs
 
 
 def sizes(
@@ -44,30 +45,39 @@ def sizes(
 ) -> dict[Kind, list[Measured]]:
     """What each kind and size among these packs costs."""
     alike = {(sweep.kind(pack), len(pack.lanes)): pack for pack in packs}
-    found: dict[Kind, list[Measured]] = {}
+    costs: dict[Kind, list[Measured]] = {}
     for (kind, _), pack in sorted(alike.items(), key=lambda item: item[0]):
-        found.setdefault(kind, []).append(one(sweep, pack, data, device))
+        costs.setdefault(kind, []).append(one(sweep, pack, data, device))
         free(device)
-    return found
+    return costs
 
 
-def plan(job: Job) -> list[str]:
+def plan(job: Job, workers: int = 1) -> list[str]:
     """What a run on this machine would do, in lines; trains nothing and writes no store.
 
     Raises:
         ValueError: it could not be run, in one line.
     """
-    from wngrad.lab.run.session import conditions
-    from wngrad.lab.run.worker import session
+    with _threads(job.cpus):
+        session = open_session(job, lambda event: None, lambda: False)
+        packs = session.store.packs(session.sweep, session.conditions)
+        costs = sizes(session.sweep, packs, session.data, session.device)
+    store, epochs = session.store, session.sweep.epochs
+    done = {p.name for p in packs if not store.missing(p, session.settings, epochs)}
+    device = session.environment["device"]
+    lines = [f"Measured here: {kind}, {in_words(each)}." for kind, each in costs.items()]
+    return [*lines, *Plan(session.sweep, packs, frozenset(done), workers, device, costs).lines()]
 
-    found = session(json.loads(job.to_json({})), lambda event: None, lambda: False)
-    packs = found.store.packs(found.sweep, conditions(found))
-    left = {p.name for p in packs if found.store.missing(p, found.settings, found.sweep.epochs)}
-    costs = sizes(found.sweep, packs, found.data, found.device)
-    done = frozenset(p.name for p in packs) - left
-    what = found.environment["device"]
-    lines = [f"Measured here: {kind}, {told(each)}." for kind, each in costs.items()]
-    return [*lines, *Plan(found.sweep, packs, done, 1, what, costs).lines()]
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many threads of torch, as a worker has, for as long as this lasts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def one(sweep: Sweep, pack: Pack, data: Data, device: str) -> Measured:

@@ -1,4 +1,10 @@
-"""The process that trains. Its supervisor outlives whatever a run does to it."""
+"""The process that trains, one pack after another. Its supervisor outlives what a run does to it.
+
+    python -m wngrad.lab.run.worker COMMANDS EVENTS
+
+Both are file descriptors, and carry lines of JSON. The first command is the job, every other a
+pack to train; a pack without a name asks to open the store, and to tell which packs it lacks.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +12,26 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wngrad.lab.train.spec import Sweep
+from wngrad.lab.run.files import write_all
+from wngrad.lab.run.job import Event, Job, Tell
+from wngrad.lab.run.pool import SIGNALS
 
 if TYPE_CHECKING:
     from wngrad.lab.run.session import Session
     from wngrad.lab.train.data import Data
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
 
 class _Stop:
-    """Whether to leave, and with which exit status: a signal came, or the supervisor is gone."""
+    """Whether to save and leave: a signal came, or the supervisor is gone."""
 
     def __init__(self) -> None:
         self.signal = 0
-        self.begun = False  # whether there may be something to save
+        self.busy = False  # whether there may be something to save
         self.alone = False
         self.parent = os.getppid()
         for number in SIGNALS:
@@ -34,74 +40,85 @@ class _Stop:
 
     def _note(self, number: int, frame: object) -> None:
         self.signal = number
-        if not self.begun:  # An import or a download may take long, and may catch exceptions.
+        if not self.busy:  # An import or a download may take long, and may catch exceptions.
             os._exit(128 + number)
 
     def __call__(self) -> bool:
         return bool(self.signal) or self.alone or os.getppid() != self.parent
 
 
-def session(
-    job: dict[str, Any], tell: Callable[[dict[str, Any]], None], stop: Callable[[], bool]
-) -> Session:
-    """What a job asks for, with its data loaded and its store at hand."""
+def open_session(job: Job, tell: Tell, stop: Callable[[], bool]) -> Session:
+    """A session for a job, with its data loaded and its store at hand."""
     import torch
 
     from wngrad.lab.run.session import Session
     from wngrad.lab.run.store import Store
 
-    device = job["device"]
+    device = job.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    sweep = Sweep.from_json(job["sweep"])
     return Session(
-        sweep,
-        _data(sweep.task, sweep.dataset, job["data"]),
-        Store(job["out"], warn=lambda text: tell({"kind": "warning", "text": text})),
+        job.sweep,
+        _data(job.sweep.task, job.sweep.dataset, job.data),
+        Store(job.out, warn=lambda text: tell({"kind": "warning", "text": text})),
         device=device,
-        note=job["note"],
-        save_every=job["save_every"],
+        note=job.note,
+        save_every=job.save_every,
         tell=tell,
         stop=stop,
-        failed=job["failed"],
     )
 
 
 @lru_cache(maxsize=1)  # for a process that has several sessions in turn
-def _data(task: str, dataset: str, folder: str | None) -> Data:
+def _data(task: str, dataset: str, folder: Path | None) -> Data:
     from wngrad.lab.train.data import load
     from wngrad.lab.train.task import task_data
 
-    return task_data(task) if task else load(dataset, Path(folder) if folder else None)
+    return task_data(task) if task else load(dataset, folder)
 
 
-def main(events: int, job: dict[str, Any]) -> int:
-    """Run a job; tell what happens as lines of JSON on the file descriptor `events`."""
+def main(commands: Iterable[str], events: int) -> int:
+    """Obey the commands, and tell what happens on the file descriptor `events`."""
     stop = _Stop()  # first of all: a signal during the imports must not be lost
 
-    def tell(event: dict[str, Any]) -> None:
+    def tell(event: Event) -> None:
         try:
-            os.write(events, (json.dumps(event) + "\n").encode())
+            write_all(events, (json.dumps(event) + "\n").encode())
         except BrokenPipeError:
             stop.alone = True
 
-    def last(status: int, kind: str, **what: str) -> int:
-        """Said as well: who is hit by a signal as it shuts down has another exit status."""
-        tell({"kind": kind, "status": status, **what})
+    def ended(status: int, how: str, **what: Any) -> int:
+        """Told as well: who is hit by a signal as it shuts down has another exit status."""
+        tell({"kind": "ended", "how": how, "status": status, **what})
         return status
+
+    lines = map(json.loads, commands)
+    if (plain := next(lines, None)) is None:
+        return 0  # the supervisor is gone
+    job = Job.from_json(plain)
+    import torch
 
     from wngrad.lab.run.session import Interrupted
 
+    torch.set_num_threads(job.cpus)
     try:
-        found = session(job, tell, stop)
-        stop.begun = True
-        found.run()
+        session = open_session(job, tell, stop)
+        for command in lines:
+            stop.busy = True
+            if command["pack"]:
+                session.run_pack(command["pack"], command["failed"])
+            else:
+                tell({"kind": "packs", "packs": [pack.name for pack in session.open()]})
+            ended(0, "finished")
+            stop.busy = False
     except Interrupted:
-        return last(128 + (stop.signal or signal.SIGTERM), "interrupted")
+        return ended(128 + (stop.signal or signal.SIGTERM), "interrupted")
     except (ValueError, OSError, RuntimeError) as error:
-        return last(2, "error", text=" ".join(str(error).split()))
-    return last(0, "finished")
+        return ended(2, "error", text=" ".join(str(error).split()))
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), json.load(sys.stdin)))
+    for descriptor in map(int, sys.argv[1:]):
+        os.set_inheritable(descriptor, False)  # nor shall what a run starts keep them open
+    sys.exit(main(os.fdopen(int(sys.argv[1])), int(sys.argv[2])))

@@ -1,4 +1,4 @@
-"""What the lab trains on: scikit-learn's digits, MNIST, CIFAR-10, or data of your own.
+"""The data sets of the lab: scikit-learn's digits, MNIST, CIFAR-10, or data of your own.
 
 Pixels are normalized by the training set's mean and standard deviation, and never augmented.
 """
@@ -26,7 +26,7 @@ from wngrad.lab.train.loader import load_callable
 from wngrad.lab.train.objective import CLASSIFICATION, Objective
 
 Array: TypeAlias = Any  # a NumPy array of bytes
-Found: TypeAlias = tuple[object, bytes]  # the path that an error names, and what is in it
+File: TypeAlias = tuple[object, bytes]  # the path that an error names, and the content
 
 _UNREADABLE = (OSError, EOFError, zlib.error, tarfile.TarError)
 _RECORD = 1 + 3 * 32 * 32  # CIFAR-10: a label, then the red, green and blue planes
@@ -104,19 +104,19 @@ def load(name: str, folder: Path | None = None, *, progress: bool = True) -> Dat
     if name == "digits":
         return _digits()
     if name not in SOURCES:
-        return _own(name)
+        return _custom(name)
     if folder is None and (named := os.environ.get("WNGRAD_DATA")):
         folder = Path(named)
-    found = _download(name, progress) if folder is None else _look(name, folder.expanduser())
+    files = _download(name, progress) if folder is None else _read_all(name, folder.expanduser())
     # What was downloaded had the published md5.
-    return (_mnist if name == "mnist" else _cifar10)(found, True if folder is None else None)
+    return (_mnist if name == "mnist" else _cifar10)(files, True if folder is None else None)
 
 
-def _own(name: str) -> Data:
-    found = load_callable(name, "dataset", ("digits", *SOURCES))()
-    if not isinstance(found, Data):
-        raise DataError(f"lab: `dataset` {name!r} must return a Data, got {found!r}.")
-    return found
+def _custom(name: str) -> Data:
+    data = load_callable(name, "dataset", ("digits", *SOURCES))()
+    if not isinstance(data, Data):
+        raise DataError(f"lab: `dataset` {name!r} must return a Data, got {data!r}.")
+    return data
 
 
 # From bytes to Data.
@@ -133,7 +133,7 @@ def _data(
     square = np.einsum("ncp,ncp->c", train_x, train_x, dtype=np.int64) / count
     std = np.sqrt(square - mean**2)
     if not std.all():
-        raise _wrong(where, "expected training images that differ, found one value throughout")
+        raise _unusable(where, "expected training images that differ, found one value throughout")
 
     def normal(x: Array) -> Tensor:
         y = x.astype(np.float32)
@@ -155,27 +155,27 @@ def _fingerprint(arrays: Sequence[Array]) -> str:
 
 
 def _digits() -> Data:
-    both = _needed("sklearn.datasets").load_digits(return_X_y=True)
-    order = torch.randperm(len(both[1]), generator=torch.Generator().manual_seed(0)).numpy()
-    pixels, y = (array[order].astype(np.uint8) for array in both)
+    arrays = _needed("sklearn.datasets").load_digits(return_X_y=True)
+    order = torch.randperm(len(arrays[1]), generator=torch.Generator().manual_seed(0)).numpy()
+    pixels, y = (array[order].astype(np.uint8) for array in arrays)
     x = pixels.reshape(-1, 1, 64)
     return _data("digits", "digits", (x[:1400], y[:1400], x[1400:], y[1400:]), (64,), None)
 
 
-def _mnist(found: Mapping[str, Found], published: bool | None) -> Data:
+def _mnist(files: Mapping[str, File], published: bool | None) -> Data:
     known = SOURCES["mnist"].files
-    train_x, train_y, test_x, test_y = (found[name] for name in known)
+    train_x, train_y, test_x, test_y = (files[name] for name in known)
     if not published:
-        md5 = {name: hashlib.md5(found[name][1], usedforsecurity=False) for name in known}
+        md5 = {name: hashlib.md5(files[name][1], usedforsecurity=False) for name in known}
         published = all(md5[name].hexdigest() == known[name] for name in known)
     raw = *_idx_pair(train_x, train_y), *_idx_pair(test_x, test_y)
     return _data("mnist", train_x[0], raw, (1, 28, 28), published)
 
 
-def _idx_pair(images: Found, labels: Found) -> tuple[Array, Array]:
+def _idx_pair(images: File, labels: File) -> tuple[Array, Array]:
     x, y = _idx(*images, (28, 28)), _idx(*labels, ())
     if len(x) != len(y):
-        raise _wrong(labels[0], f"expected {len(x)} labels, one per image, found {len(y)}")
+        raise _unusable(labels[0], f"expected {len(x)} labels, one per image, found {len(y)}")
     _check_labels(labels[0], y)
     return x.reshape(-1, 1, 784), y
 
@@ -185,27 +185,27 @@ def _idx(where: object, content: bytes, shape: tuple[int, ...]) -> Array:
     magic, header = bytes((0, 0, 8, 1 + len(shape))), 8 + 4 * len(shape)
     if content[:4] != magic or len(content) < header:
         start = content[:header].hex() or "nothing"
-        raise _wrong(where, f"expected an IDX header that starts {magic.hex()}, found {start}")
+        raise _unusable(where, f"expected an IDX header that starts {magic.hex()}, found {start}")
     n, *sizes = np.frombuffer(content[4:header], ">u4").tolist()
     if n == 0 or tuple(sizes) != shape:
-        raise _wrong(where, f"expected sizes {('n > 0', *shape)}, found {(n, *sizes)}")
+        raise _unusable(where, f"expected sizes {('n > 0', *shape)}, found {(n, *sizes)}")
     if len(content) != (size := header + n * prod(shape)):
-        raise _wrong(where, f"expected {size} bytes unpacked, found {len(content)}")
+        raise _unusable(where, f"expected {size} bytes unpacked, found {len(content)}")
     return np.frombuffer(content, np.uint8, offset=header).reshape(n, *shape)
 
 
-def _cifar10(found: Mapping[str, Found], published: bool | None) -> Data:
-    records = [_records(*found[name]) for name in SOURCES["cifar10"].files]
+def _cifar10(files: Mapping[str, File], published: bool | None) -> Data:
+    records = [_records(*files[name]) for name in SOURCES["cifar10"].files]
     raw = []
     for part in (records[:-1], records[-1:]):
         raw.append(np.concatenate([r[:, 1:] for r in part]).reshape(-1, 3, 1024))
         raw.append(np.concatenate([r[:, 0] for r in part]))
-    return _data("cifar10", found["data_batch_1.bin"][0], raw, (3, 32, 32), published)
+    return _data("cifar10", files["data_batch_1.bin"][0], raw, (3, 32, 32), published)
 
 
 def _records(where: object, content: bytes) -> Array:
     if (size := len(content)) == 0 or size % _RECORD:
-        raise _wrong(where, f"expected whole records of {_RECORD} bytes, found {size} bytes")
+        raise _unusable(where, f"expected whole records of {_RECORD} bytes, found {size} bytes")
     records = np.frombuffer(content, np.uint8).reshape(-1, _RECORD)
     _check_labels(where, records[:, 0])
     return records
@@ -213,10 +213,10 @@ def _records(where: object, content: bytes) -> Array:
 
 def _check_labels(where: object, labels: Array) -> None:
     if labels.max() > 9:
-        raise _wrong(where, f"expected labels from 0 to 9, found {labels.max()}")
+        raise _unusable(where, f"expected labels from 0 to 9, found {labels.max()}")
 
 
-def _wrong(where: object, what: str) -> DataError:
+def _unusable(where: object, what: str) -> DataError:
     way_out = "delete it and fetch it again, or give a folder with the published files as --data"
     return DataError(f"{where}: {what}; {way_out}.")
 
@@ -224,7 +224,7 @@ def _wrong(where: object, what: str) -> DataError:
 # From a folder, or the public home, to bytes.
 
 
-def _look(name: str, folder: Path) -> dict[str, Found]:
+def _read_all(name: str, folder: Path) -> dict[str, File]:
     """Read the files from the user's folder, in whichever layout it has."""
     files = SOURCES[name].files
     places = [folder / place for place in SOURCES[name].folders]
@@ -244,10 +244,10 @@ def _read(path: Path) -> bytes:
         content = path.read_bytes()
         return gzip.decompress(content) if path.suffix == ".gz" else content
     except _UNREADABLE as error:
-        raise _wrong(path, f"expected a whole and readable file, found: {error}") from error
+        raise _unusable(path, f"expected a whole and readable file, found: {error}") from error
 
 
-def _download(name: str, progress: bool) -> dict[str, Found]:
+def _download(name: str, progress: bool) -> dict[str, File]:
     """Fetch into the cache what is not there whole, and read it."""
     source, bar = SOURCES[name], progress and sys.stderr.isatty()
     otherwise = ", or give a folder with the files as --data"
@@ -283,20 +283,20 @@ def _why(error: Exception) -> str:
     return str(error) if local else f"no whole answer ({type(error).__name__})"
 
 
-def _unpack(archive: Path, source: Source) -> dict[str, Found]:
+def _unpack(archive: Path, source: Source) -> dict[str, File]:
     """Read the files inside the archive; nothing is written, so nothing astray or by half."""
     wanted = {f"{source.folders[0]}/{file}": file for file in source.files}
-    found: dict[str, Found] = {}
+    files: dict[str, File] = {}
     try:
         with tarfile.open(archive, "r|gz") as tar:
             for entry in tar:
                 if entry.isreg() and entry.name in wanted and (member := tar.extractfile(entry)):
-                    found[wanted[entry.name]] = (archive / entry.name, member.read())
+                    files[wanted[entry.name]] = (archive / entry.name, member.read())
     except _UNREADABLE as error:
-        raise _wrong(archive, f"expected a whole .tar.gz, found: {error}") from error
-    if missing := [name for name, file in wanted.items() if file not in found]:
-        raise _wrong(archive, f"expected {', '.join(missing)} in it, found no such files")
-    return found
+        raise _unusable(archive, f"expected a whole .tar.gz, found: {error}") from error
+    if missing := [name for name, file in wanted.items() if file not in files]:
+        raise _unusable(archive, f"expected {', '.join(missing)} in it, found no such files")
+    return files
 
 
 def _needed(module: str, otherwise: str = "") -> Any:

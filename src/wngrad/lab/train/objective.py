@@ -1,4 +1,4 @@
-"""What the lab's programs minimize and measure: the one place that knows.
+"""The losses and metrics that the lab's programs minimize and measure.
 
 A program asks for means while it trains, and for sums while it tests, a part of the test set at a
 time: of one network, or of all lanes at once.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 from torch.func import vmap
@@ -20,33 +19,13 @@ Measure = Callable[[Tensor, Tensor], Tensor]  # (output, target) -> a mean over 
 Sums = tuple[Tensor, ...]  # over the examples: the loss, and the metric if there is one
 
 
-class Objective(Protocol):
-    """A loss, and perhaps a metric."""
+class Classification:
+    """Cross-entropy and accuracy: the paper's objective."""
 
-    @property
-    def curves(self) -> tuple[Metric, ...]:
-        """What a record holds of it: the training loss, and what `sums` returns, in order."""
-        ...
+    curves: tuple[Metric, ...] = METRICS  # what a record holds: the training loss, and `sums`
 
     def mean(self, output: Tensor, target: Tensor) -> Tensor:
         """The loss of a network on a batch."""
-        ...
-
-    def sums(self, output: Tensor, target: Tensor) -> Sums: ...
-
-    def lanes_mean(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Of every lane; outputs (lanes, channels, batch, …), targets (seeds, batch, …)."""
-        ...
-
-    def lanes_sums(self, outputs: Tensor, targets: Tensor) -> Sums: ...
-
-
-class Classification:
-    """Cross-entropy and accuracy: the paper's."""
-
-    curves: tuple[Metric, ...] = METRICS
-
-    def mean(self, output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target)
 
     def sums(self, output: Tensor, target: Tensor) -> Sums:
@@ -54,6 +33,7 @@ class Classification:
         return F.cross_entropy(output, target, reduction="sum"), right
 
     def lanes_mean(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Of every lane; outputs (lanes, channels, batch, …), targets (seeds, batch, …)."""
         labels = _for_lanes(outputs, targets)
         return F.cross_entropy(outputs, labels, reduction="none").mean(1)
 
@@ -69,11 +49,11 @@ class CustomObjective:
 
     loss: Measure
     metric: Measure | None = None
-    called: Metric = "test_score"  # the metric, in a record
+    metric_key: Metric = "test_score"  # the metric's name in a record
 
     @property
     def curves(self) -> tuple[Metric, ...]:
-        return ("train_loss", "test_loss", *((self.called,) if self.metric else ()))
+        return ("train_loss", "test_loss", *((self.metric_key,) if self.metric else ()))
 
     def mean(self, output: Tensor, target: Tensor) -> Tensor:
         return self.loss(output, target)
@@ -82,11 +62,11 @@ class CustomObjective:
         return tuple(len(target) * measure(output, target) for measure in self._measures())
 
     def lanes_mean(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return _each(self.loss, outputs, targets)
+        return _per_lane(self.loss, outputs, targets)
 
     def lanes_sums(self, outputs: Tensor, targets: Tensor) -> Sums:
         n = targets.shape[1]
-        return tuple(n * _each(measure, outputs, targets) for measure in self._measures())
+        return tuple(n * _per_lane(measure, outputs, targets) for measure in self._measures())
 
     def _measures(self) -> tuple[Measure, ...]:
         return (self.loss, self.metric) if self.metric else (self.loss,)
@@ -97,9 +77,10 @@ def _for_lanes(outputs: Tensor, targets: Tensor) -> Tensor:
     return targets.repeat_interleave(len(outputs) // len(targets), 0)
 
 
-def _each(measure: Measure, outputs: Tensor, targets: Tensor) -> Tensor:
-    found: Tensor = vmap(measure)(outputs.movedim(2, 1), _for_lanes(outputs, targets))
-    return found
+def _per_lane(measure: Measure, outputs: Tensor, targets: Tensor) -> Tensor:
+    values: Tensor = vmap(measure)(outputs.movedim(2, 1), _for_lanes(outputs, targets))
+    return values
 
 
+Objective = Classification | CustomObjective
 CLASSIFICATION = Classification()

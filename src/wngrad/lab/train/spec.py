@@ -1,4 +1,4 @@
-"""What the lab speaks of: a sweep, its lanes, and the record each lane leaves.
+"""A sweep, its lanes, and the record each lane leaves.
 
 A *lane* is one training run: one optimizer, one λ, one seed. A *sweep* is all lanes of an
 experiment. A *pack* is the set of lanes that one program trains together: all settings of the
@@ -103,22 +103,16 @@ class Sweep:
 
     def __post_init__(self) -> None:
         if self.pairs:
-            object.__setattr__(self, "pairs", tuple(self.pairs))
-            object.__setattr__(self, "optimizers", _once(p.optimizer for p in self.pairs))
-            object.__setattr__(self, "lam", _once(p.lam for p in self.pairs))
-            if len(set(self.pairs)) < len(self.pairs):
-                raise ValueError(f"Sweep: `pairs` must be each once, got {self.pairs!r}.")
-        for name in ("optimizers", "lam", "seeds"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-            if not getattr(self, name) or len(set(getattr(self, name))) < len(getattr(self, name)):
-                raise ValueError(
-                    f"Sweep: `{name}` must be some values, each once, got {getattr(self, name)!r}."
-                )
+            self._set("optimizers", dict.fromkeys(p.optimizer for p in self.pairs))
+            self._set("lam", dict.fromkeys(p.lam for p in self.pairs))
+        for name in ("pairs", "optimizers", "lam", "seeds"):
+            values = self._set(name, getattr(self, name))
+            if len(set(values)) < len(values) or (not values and name != "pairs"):
+                what = "each once" if name == "pairs" else "some values, each once"
+                raise ValueError(f"Sweep: `{name}` must be {what}, got {values!r}.")
         for name, least in (("epochs", 1), ("batch", 1), ("weight_decay", 0)):
-            if not getattr(self, name) >= least:
-                raise ValueError(
-                    f"Sweep: `{name}` must be >= {least}, got {getattr(self, name)!r}."
-                )
+            if not (value := getattr(self, name)) >= least:
+                raise ValueError(f"Sweep: `{name}` must be >= {least}, got {value!r}.")
         if min(self.seeds) < 0 or not all(0 <= lam < math.inf for lam in self.lam):
             raise ValueError(
                 f"Sweep: `seeds` and `lam` must be >= 0, got {self.seeds} and {self.lam}."
@@ -129,10 +123,14 @@ class Sweep:
                 f"{get_args(Precision)}, got {self.program!r} and {self.precision!r}."
             )
 
+    def _set(self, name: str, values: Iterable[Any]) -> tuple[Any, ...]:
+        object.__setattr__(self, name, tuple(values))
+        return tuple(values)
+
     @property
     def settings(self) -> tuple[Setting, ...]:
-        each = tuple(Setting(name, lam) for name in self.optimizers for lam in self.lam)
-        return self.pairs or each
+        product = tuple(Setting(name, lam) for name in self.optimizers for lam in self.lam)
+        return self.pairs or product
 
     @property
     def lanes(self) -> list[Lane]:
@@ -143,8 +141,8 @@ class Sweep:
         groups: dict[bool, list[Setting]] = {False: [], True: []}
         for setting in self.settings:
             groups[self._runs_alone(setting)].append(setting)
-        found = packs(groups[False], seeds, self.lanes_per_pack, first)
-        return found + packs(groups[True], seeds, 1, first + len(found))
+        together = packs(groups[False], seeds, self.lanes_per_pack, first)
+        return together + packs(groups[True], seeds, 1, first + len(together))
 
     def kind(self, pack: Pack) -> Kind:
         """The program that trains a pack."""
@@ -155,22 +153,20 @@ class Sweep:
 
     def identity(self) -> dict[str, Any]:
         """What must not change under records that are already there (epochs and seeds may grow)."""
-        later: dict[str, Any] = {  # than the records of the first sweeps, which do not have them
-            "metric_name": self.metric_name,
-            "pairs": [[p.optimizer, p.lam] for p in self.pairs],
-            "alone": list(self.alone),
-        }
-        return {
-            "name": self.name,
-            "dataset": self.dataset,
-            "model": self.model,
-            "optimizers": list(self.optimizers),
-            "lam": list(self.lam),
-            "batch": self.batch,
-            "weight_decay": self.weight_decay,
-            "program": self.program,
-            **{key: value for key, value in later.items() if value},
-        }
+        names = (
+            "name",
+            "dataset",
+            "model",
+            "optimizers",
+            "lam",
+            "batch",
+            "weight_decay",
+            "program",
+        )
+        later = ("metric_name", "pairs", "alone")  # which the records of the first sweeps lack
+        plain = self.to_json()
+        values = {name: plain[name] for name in names + later if name in names or plain[name]}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     def scaled(self, *, epochs: int | None = None, seeds: int | None = None) -> Sweep:
         """The same sweep with fewer or more epochs and seeds."""
@@ -186,15 +182,9 @@ class Sweep:
         return plain | {"pairs": [[p.optimizer, p.lam] for p in self.pairs]}
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Sweep:
-        plain: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in found.items()
-        }
+    def from_json(cls, plain: dict[str, Any]) -> Sweep:
+        plain = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
         return cls(**plain | {"pairs": tuple(Setting(*pair) for pair in plain.get("pairs", ()))})
-
-
-def _once(values: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(dict.fromkeys(values))
 
 
 def packs(
@@ -210,7 +200,7 @@ def packs(
         for s in range(0, len(seeds), per_pack)
         for k in range(0, len(settings), width)
     ]
-    return [Pack(f"pack-{first + i:04d}", *both) for i, both in enumerate(cut)]
+    return [Pack(f"pack-{first + i:04d}", *parts) for i, parts in enumerate(cut)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,22 +221,14 @@ class Record:
         return len(self.curves.get("train_loss", ()))
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "optimizer": self.lane.optimizer,
-            "lam": self.lane.lam,
-            "seed": self.lane.seed,
-            "status": self.status,
-            "reason": self.reason,
-            "diverged_at": self.diverged_at,
-            "curves": self.curves,
-            "settings": self.settings,
-            "environment": self.environment,
-            **({"start": self.start} if self.start else {}),
-        }
+        plain = {f.name: getattr(self, f.name) for f in fields(self)[1:]}
+        if not self.start:  # as in the records of the first sweeps
+            del plain["start"]
+        lane = self.lane
+        return {"optimizer": lane.optimizer, "lam": lane.lam, "seed": lane.seed, **plain}
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Record:
-        lane = Lane(found["optimizer"], found["lam"], found["seed"])
+    def from_json(cls, plain: dict[str, Any]) -> Record:
+        lane = Lane(plain["optimizer"], plain["lam"], plain["seed"])
         names = ("status", "reason", "diverged_at", "curves", "settings", "environment")
-        kept = {name: found[name] for name in names}
-        return cls(lane, **kept, start=found.get("start", {}))
+        return cls(lane, **{name: plain[name] for name in names}, start=plain.get("start", {}))

@@ -97,18 +97,19 @@ class Task:
             ValueError: the data is not two pairs of tensors that fit; the message says which.
         """
         train, test = self._loaded() if callable(self.train) else (self.train, self.test)
-        found = {"train": _pair("train", train), "test": _pair("test", test)}
-        tensors = (*found["train"], *found["test"])
+        tensors = (*_pair("train", train), *_pair("test", test))
         objective = CustomObjective(self.loss, self.metric, self.metric_key or "test_score")
-        prints = _fingerprint(tensors)
-        return Data(self.name, *tensors, 0, prints, objective=objective, model=self.model)
+        return Data(
+            self.name, *tensors, 0, _fingerprint(tensors), objective=objective, model=self.model
+        )
 
     def _loaded(self) -> Any:
         assert callable(self.train)
-        both: Any = self.train()
-        if not isinstance(both, (tuple, list)) or len(both) != 2:
-            raise ValueError(f"Task: `train` must return (train, test), got {type(both).__name__}.")
-        return both
+        pairs: Any = self.train()
+        if not isinstance(pairs, (tuple, list)) or len(pairs) != 2:
+            got = type(pairs).__name__
+            raise ValueError(f"Task: `train` must return (train, test), got {got}.")
+        return pairs
 
 
 def find(address: str) -> Task:

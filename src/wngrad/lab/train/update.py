@@ -65,12 +65,11 @@ class Update:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint needs to go on from here."""
-        found = {"t": self.t}
-        found |= {f"p{i}": p for i, p in enumerate(self.params)}
+        tensors = {"t": self.t} | {f"p{i}": p for i, p in enumerate(self.params)}
         for run, states in self.state.items():
             for i, state in enumerate(states):
-                found |= {f"{run}.{i}.{key}": value for key, value in state.items()}
-        return found
+                tensors |= {f"{run}.{i}.{key}": value for key, value in state.items()}
+        return tensors
 
     @staticmethod
     def _key(name: str, part: slice) -> str:

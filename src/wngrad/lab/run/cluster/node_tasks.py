@@ -1,7 +1,7 @@
-"""What runs on the nodes of a Ray cluster: a look around, a measurement, a pack of lanes.
+"""The tasks that run on the nodes of a Ray cluster: a probe, a measurement, a pack of lanes.
 
-The driver is in `driver`. A worker process keeps torch, the data and the session from one task to
-the next. This module is imported by every worker; torch is loaded only by those that train.
+A worker process keeps torch, the data and the session from one task to the next. This module is
+imported by every worker; torch is loaded only by those that train.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import wngrad
 from wngrad.lab.run import places
+from wngrad.lab.run.job import Event, Job
 
 if TYPE_CHECKING:
     from wngrad.lab.run.session import Session
 
-Event = dict[str, Any]
-SAY_EVERY = 0.5  # seconds between two messages of a pack
+SEND_EVERY = 0.5  # seconds between two messages of a pack
 CLAIM = 60.0  # seconds to wait for a pack that the tasks of a killed driver may still hold
 
 
 class Board:
-    """Where packs say how they are, and read whether to stop. An actor beside the driver."""
+    """An actor beside the driver, to which packs send events, and which tells them to stop."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -40,8 +40,8 @@ class Board:
             self.begun.add(pack)
         return not self.stopped
 
-    def tell(self, events: list[Event]) -> bool:
-        """Take what a pack has to say; whether it is to save and leave."""
+    def put(self, events: list[Event]) -> bool:
+        """Take the events of a pack; whether it is to save and leave."""
         self.events += events
         return self.stopped
 
@@ -55,26 +55,24 @@ class Board:
         return self.begun
 
 
-class _Line:
-    """A task's line to the board: it says what there is to say every half second, in one call.
+class BoardClient:
+    """A task's connection to the board: it sends all new events every half second, in one call.
 
     Answers are taken as futures: while a task waits in `ray.get`, Ray gives its cores to another.
     """
 
     def __init__(self, board: Any) -> None:
-        self.board, self.left = board, list[Event]()
-        self.said = time.monotonic()
+        self.board, self.events = board, list[Event]()
+        self.sent = time.monotonic()
         self.answer: Any = None
         self.stopped = False
 
     def tell(self, event: Event) -> None:
-        if event["kind"] == "plan":  # of the whole sweep; the driver has told it
-            return
         if event["kind"] == "progress":  # only the last one matters
-            self.left = [e for e in self.left if e["kind"] != "progress"]
-        self.left.append(event)
-        if event["kind"] == "start" or time.monotonic() - self.said >= SAY_EVERY:
-            self._say()
+            self.events = [e for e in self.events if e["kind"] != "progress"]
+        self.events.append(event)
+        if event["kind"] == "start" or time.monotonic() - self.sent >= SEND_EVERY:
+            self._send()
 
     def begin(self, pack: str) -> bool:
         """Whether the task may begin."""
@@ -82,48 +80,43 @@ class _Line:
         return answer
 
     def stop(self) -> bool:
-        if time.monotonic() - self.said >= SAY_EVERY:
-            self._say()
+        if time.monotonic() - self.sent >= SEND_EVERY:
+            self._send()
         if self.answer is not None and self.answer.done():
             self.stopped, self.answer = self.answer.result(), None
         return self.stopped
 
-    def rest(self) -> list[Event]:
-        """What has not been said, once the rest is on the board."""
+    def unsent(self) -> list[Event]:
+        """The events that are left, once the others are on the board."""
         if self.answer is not None:
             self.answer.result()
-        return self.left
+        return self.events
 
-    def _say(self) -> None:
-        self.said, taken, self.left = time.monotonic(), self.left, []
-        self.answer = self.board.tell.remote(taken).future()
+    def _send(self) -> None:
+        self.sent, events, self.events = time.monotonic(), self.events, []
+        self.answer = self.board.put.remote(events).future()
 
 
-def look(job: str, nonce: str) -> dict[str, Any]:
+def probe(text: str, nonce: str) -> dict[str, Any]:
     """What a node has and can reach: versions, the store, the data, the device."""
     import ray
 
-    asked = json.loads(job)
-    found: dict[str, Any] = {
-        "versions": {
-            "python": platform.python_version(),
-            "ray": ray.__version__,
-            "wngrad": wngrad.__version__,
-        }
+    versions = {
+        "python": platform.python_version(),
+        "ray": ray.__version__,
+        "wngrad": wngrad.__version__,
     }
     try:
-        if reason := _unseen(asked["seen"], nonce):
-            return found | {"error": reason}
-        session = _session(job)
+        if reason := _unreachable(json.loads(text)["shared"], nonce):
+            return {"versions": versions, "error": reason}
+        session = _session(text)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        return found | {"error": " ".join(str(error).split())}
-    from wngrad.lab.run.session import conditions
-
-    found["versions"]["torch"] = session.environment["torch"]
-    return found | {"conditions": conditions(session)}
+        return {"versions": versions, "error": " ".join(str(error).split())}
+    versions["torch"] = session.environment["torch"]
+    return {"versions": versions, "conditions": session.conditions}
 
 
-def _unseen(home: str, nonce: str) -> str:
+def _unreachable(home: str, nonce: str) -> str:
     """Why the driver's folder is not this node's, too; empty if it is, and can be written."""
     try:
         place, folder = places.find(home)
@@ -136,19 +129,19 @@ def _unseen(home: str, nonce: str) -> str:
     return ""
 
 
-def differing(a: tuple[str, Mapping[str, Any]], b: tuple[str, Mapping[str, Any]]) -> str:
+def differences(a: tuple[str, Mapping[str, Any]], b: tuple[str, Mapping[str, Any]]) -> str:
     """What two nodes, each with its name, do not have in common; empty if they agree."""
-    (one, mine), (other, its) = a, b
+    (first, mine), (second, its) = a, b
     keys = [key for key in mine if key in its and mine[key] != its[key]]
-    return "; ".join(f"{key} is {mine[key]} on {one}, {its[key]} on {other}" for key in keys)
+    return "; ".join(f"{key} is {mine[key]} on {first}, {its[key]} on {second}" for key in keys)
 
 
-def measure(job: str, most: int | None, cut: list[Any] | None) -> dict[str, Any]:
+def measure(text: str, most: int | None, cut: list[Any] | None) -> dict[str, Any]:
     """What packs cost here: those of `cut` if they are settled, growing ones if not."""
     from wngrad.lab.run import timing
     from wngrad.lab.train.spec import Pack
 
-    session = _session(job)
+    session = _session(text)
     sweep, data, device = session.sweep, session.data, session.device
     try:
         if cut is not None:
@@ -159,49 +152,49 @@ def measure(job: str, most: int | None, cut: list[Any] | None) -> dict[str, Any]
 
 
 def run_pack(
-    job: str, pack: str, failed: str, expected: dict[str, Any], board: Any
+    text: str, pack: str, failed: str, expected: dict[str, Any], board: Any
 ) -> dict[str, Any]:
-    """Train a pack, or record that it has `failed`: how it ended, and what is left to tell.
+    """Train a pack, or record that it has `failed`: how it ended, and events not yet sent.
 
     Args:
         expected: the conditions of the sweep; a node that joined later may have others.
     """
     import ray
 
-    line = _Line(board)
-    if not line.begin(pack):
-        return {"kind": "interrupted", "events": []}
+    client = BoardClient(board)
+    if not client.begin(pack):
+        return {"how": "interrupted", "events": []}
     try:
         from wngrad.lab.run import timing
-        from wngrad.lab.run.session import Interrupted, conditions
+        from wngrad.lab.run.session import Interrupted
 
-        session = _session(job)
-        mine = (f"{ray.util.get_node_ip_address()}, which joined later", conditions(session))
-        if differs := differing(("the other nodes", expected), mine):
-            return {"kind": "error", "text": f"nodes differ: {differs}.", "events": []}
-        session.tell, session.stop, session.wait = line.tell, line.stop, CLAIM
-        session.store.warn = lambda text: line.tell({"kind": "warning", "text": text})
-        session.failed = {pack: failed} if failed else {}
+        session = _session(text)
+        node = f"{ray.util.get_node_ip_address()}, which joined later"
+        if differ := differences(("the other nodes", expected), (node, session.conditions)):
+            return {"how": "error", "text": f"nodes differ: {differ}.", "events": []}
+        session.tell, session.stop, session.wait = client.tell, client.stop, CLAIM
+        session.store.warn = lambda text: client.tell({"kind": "warning", "text": text})
         try:
-            session.run(only=(pack,))
+            session.run_pack(pack, failed)
         except Interrupted:
-            return {"kind": "interrupted", "events": line.rest()}
+            return {"how": "interrupted", "events": client.unsent()}
         finally:
             if session.device != "cpu":  # the worker lives on, and a GPU's memory is short
                 timing.free(session.device)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        return {"kind": "error", "text": " ".join(str(error).split()), "events": line.rest()}
-    return {"kind": "finished", "events": line.rest()}
+        return {"how": "error", "text": " ".join(str(error).split()), "events": client.unsent()}
+    return {"how": "finished", "events": client.unsent()}
 
 
 @lru_cache(maxsize=1)
-def _session(job: str) -> Session:
-    asked = json.loads(job)
-    if Path(asked["cwd"]).is_dir():
-        os.chdir(asked["cwd"])  # names of files are as the user typed them
+def _session(text: str) -> Session:
+    plain = json.loads(text)
+    if Path(plain["cwd"]).is_dir():
+        os.chdir(plain["cwd"])  # names of files are as the user typed them
     import torch
 
-    from wngrad.lab.run.worker import session
+    from wngrad.lab.run.worker import open_session
 
-    torch.set_num_threads(asked["cpus"])
-    return session(asked, lambda event: None, lambda: False)
+    job = Job.from_json(plain["job"])
+    torch.set_num_threads(job.cpus)
+    return open_session(job, lambda event: None, lambda: False)

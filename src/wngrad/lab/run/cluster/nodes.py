@@ -1,4 +1,4 @@
-"""A Ray cluster as a sweep sees it: reached, counted, and looked at before any work is begun."""
+"""The nodes of a Ray cluster: reached, counted, and probed before any work is begun."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from typing import Any
 import wngrad
 from wngrad.lab.run import places
 from wngrad.lab.run.cluster import node_tasks
-from wngrad.lab.run.cluster.node_tasks import differing
+from wngrad.lab.run.cluster.node_tasks import differences
 
 ANSWER = 15.0  # seconds for a cluster to answer
-TURN = 0.2  # seconds between two looks at whether to go on
-LOOK = 120.0  # seconds for a node to load what it needs, and to say how it is
+TURN = 0.2  # seconds of a wait, after which a signal is noticed
+PROBE = 120.0  # seconds for a node to load what it needs, and to answer
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # as all later versions, which do not warn
@@ -49,6 +49,8 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Node:
+    """A machine of the cluster."""
+
     key: str
     address: str
     resources: Mapping[str, float] = field(compare=False)
@@ -75,13 +77,13 @@ def connected(address: str) -> Iterator[None]:
             f"`--ray` needs the extra `ray`: pip install 'wngrad[ray]' ({error})."
         ) from error
     if address not in ("local", "auto"):
-        _reached(address)
+        _check_address(address)
     silence = (
         f"`--ray` {address}: no Ray cluster has answered within {ANSWER:g} s; if it asks for a "
         "token, set RAY_AUTH_MODE=token."
     )
     try:
-        with _leaving(silence if address != "local" else ""):
+        with _time_limit(silence if address != "local" else ""):
             ray.init(
                 address=address,
                 namespace="wngrad",
@@ -97,8 +99,8 @@ def connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def _reached(address: str) -> None:
-    """Ray itself would try for minutes."""
+def _check_address(address: str) -> None:
+    """Refuse an address at which nobody answers: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         raise ValueError(f"`--ray` must be local, auto or HOST:PORT, got {address!r}.")
@@ -109,7 +111,7 @@ def _reached(address: str) -> None:
 
 
 @contextmanager
-def _leaving(text: str) -> Iterator[None]:
+def _time_limit(text: str) -> Iterator[None]:
     """Say `text` and leave if the block takes too long: Ray's connecting cannot be interrupted.
 
     What it says of its own troubles is held back meanwhile.
@@ -140,18 +142,18 @@ def _leaving(text: str) -> Iterator[None]:
 def alive() -> list[Node]:
     import ray
 
-    found = [
+    nodes = [
         Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"])
         for node in ray.nodes()
         if node["Alive"]
     ]
-    return sorted(found, key=lambda node: (node.address, node.key))
+    return sorted(nodes, key=lambda node: (node.address, node.key))
 
 
 def need(device: str, cpus: int) -> Need:
     """What a pack needs on `device`: a GPU, where the cluster has some, if it is "auto"."""
-    some = any(node.resources.get("GPU", 0) >= 1 for node in alive())
-    return Need(cpus, int(device.startswith("cuda") or (device == "auto" and some)))
+    has_gpu = any(node.resources.get("GPU", 0) >= 1 for node in alive())
+    return Need(cpus, int(device.startswith("cuda") or (device == "auto" and has_gpu)))
 
 
 def fitting(nodes: Sequence[Node], need: Need) -> list[Node]:
@@ -160,22 +162,22 @@ def fitting(nodes: Sequence[Node], need: Need) -> list[Node]:
     Raises:
         ValueError: there is none.
     """
-    found = [node for node in nodes if need.slots(node.resources)]
-    if not found:
+    roomy = [node for node in nodes if need.slots(node.resources)]
+    if not roomy:
         gpus, cpus = (sum(n.resources.get(name, 0) for n in nodes) for name in ("GPU", "CPU"))
         raise ValueError(
             f"a pack needs {need} on one node; the cluster has {gpus:g} GPU and {cpus:g} CPU on "
             f"{len(nodes)} nodes, and no node has enough."
         )
-    return found
+    return roomy
 
 
-def looked_at(
-    nodes: Sequence[Node], need: Need, job: str, check: Callable[[], None]
+def probe_all(
+    nodes: Sequence[Node], need: Need, text: str, check: Callable[[], None]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The conditions that all nodes have in common, and what there is to say.
+    """The conditions that all nodes have in common, and notes for a person.
 
-    A node that is too busy to answer is looked at by its first pack, which finds the same.
+    A node that is too busy to answer is probed by its first pack, which finds the same.
 
     Raises:
         ValueError: a node has other versions, another device or data, or does not see the folder.
@@ -183,28 +185,27 @@ def looked_at(
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    look = remote(node_tasks.look, need)
-    with _nonce(json.loads(job)["seen"]) as nonce:
-        asked = {
-            look.options(
+    probe = remote(node_tasks.probe, need)
+    with _nonce(json.loads(text)["shared"]) as nonce:
+        tasks = {
+            probe.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.key, soft=False)
-            ).remote(job, nonce): node
+            ).remote(text, nonce): node
             for node in nodes
         }
-        ready, late = waited(list(asked), LOOK, check)
-        found = {asked[ref]: _answer(ref, asked[ref]) for ref in ready}
-    for ref in late:
-        ray.cancel(ref, force=True)
-    if not found:
-        raise ValueError(f"no node of the cluster was free within {LOOK:g} s.")
-    _agree(found)
-    first = next(iter(found.values()))
-    busy = [f"{asked[ref]} is busy: it is looked at with its first pack" for ref in late]
-    return first["conditions"], busy
+        ready, late = wait_for(list(tasks), PROBE, check)
+        answers = {tasks[task]: _answer(task, tasks[task]) for task in ready}
+    for task in late:
+        ray.cancel(task, force=True)
+    if not answers:
+        raise ValueError(f"no node of the cluster was free within {PROBE:g} s.")
+    _agree(answers)
+    conditions = next(iter(answers.values()))["conditions"]
+    return conditions, [f"{tasks[t]} is busy: it is looked at with its first pack" for t in late]
 
 
-def waited(
-    refs: list[Any], seconds: float, check: Callable[[], None]
+def wait_for(
+    tasks: list[Any], seconds: float, check: Callable[[], None]
 ) -> tuple[list[Any], list[Any]]:
     """The tasks that are ready, when all are or the time is over, and the others.
 
@@ -214,7 +215,7 @@ def waited(
 
     until = time.monotonic() + seconds
     while True:
-        ready, late = ray.wait(refs, num_returns=len(refs), timeout=TURN)
+        ready, late = ray.wait(tasks, num_returns=len(tasks), timeout=TURN)
         check()
         if not late or time.monotonic() > until:
             return ready, late
@@ -232,40 +233,37 @@ def remote(function: Any, need: Need) -> Any:
     return ray.remote(max_calls=0, max_retries=0, **options)(function)
 
 
-def _answer(ref: Any, node: Node) -> dict[str, Any]:
+def _answer(task: Any, node: Node) -> dict[str, Any]:
     import ray
 
     try:
-        found: dict[str, Any] = ray.get(ref)
+        answer: dict[str, Any] = ray.get(task)
     except ray.exceptions.RayError as error:
         text = " ".join(str(error).split())[:300]
         raise ValueError(f"{node} cannot run wngrad: {text}") from error
-    return found
+    return answer
 
 
-def _agree(found: Mapping[Node, dict[str, Any]]) -> None:
-    mine = {"python": platform.python_version(), "wngrad": wngrad.__version__}
-    first: tuple[str, dict[str, Any]] = ("this machine", mine)
-    for node, said in found.items():
-        if differ := differing(first, (str(node), said["versions"])):
+def _agree(answers: Mapping[Node, dict[str, Any]]) -> None:
+    """Refuse nodes that cannot run the sweep, or would run it to other numbers."""
+    here = {"python": platform.python_version(), "wngrad": wngrad.__version__}
+    first: tuple[str, dict[str, Any]] = ("this machine", here)
+    for node, answer in answers.items():
+        if differ := differences(first, (str(node), answer["versions"])):
             raise ValueError(f"versions differ between nodes: {differ}.")
-        if "torch" in said["versions"]:
-            first = (str(node), said["versions"])
-    for node, said in found.items():
-        if "error" in said:
-            raise ValueError(f"{node} {_verb(said['error'])}")
-    one, its = next(iter(found.items()))
-    for node, said in found.items():
-        both = ((str(one), its["conditions"]), (str(node), said["conditions"]))
-        if differ := differing(*both):
+        if "torch" in answer["versions"]:
+            first = (str(node), answer["versions"])
+    for node, answer in answers.items():
+        if error := answer.get("error", ""):
+            verb = "" if error.startswith(("does not", "cannot")) else "cannot run this sweep: "
+            raise ValueError(f"{node} {verb}{error}")
+    each = [(str(node), answer["conditions"]) for node, answer in answers.items()]
+    for other in each:
+        if differ := differences(each[0], other):
             raise ValueError(
                 f"nodes differ in what changes the numbers of a sweep: {differ}; "
                 "leave one out of the cluster."
             )
-
-
-def _verb(text: str) -> str:
-    return text if text.startswith(("does not", "cannot")) else f"cannot run this sweep: {text}"
 
 
 @contextmanager

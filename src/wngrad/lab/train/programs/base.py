@@ -26,7 +26,7 @@ TEST_CHUNK = 1000  # examples evaluated at a time: bounds the memory of an evalu
 
 
 class Program(ABC):
-    """Some lanes in training, one number per lane in every result, in the order of `pack.lanes`."""
+    """The lanes of a pack in training; results have one number per lane, as `pack.lanes`."""
 
     def __init__(self, sweep: Sweep, pack: Pack, data: Data, device: str | torch.device) -> None:
         self.sweep, self.pack, self.device = sweep, pack, torch.device(device)
@@ -42,7 +42,7 @@ class Program(ABC):
             )
         self.epoch, self.step = 0, 0  # epochs finished, steps of the next one done
         self.curves: dict[str, list[list[float]]] = {name: [] for name in self.objective.curves}
-        self.start: dict[str, list[float]] = {}  # what a test said before the first step
+        self.start: dict[str, list[float]] = {}  # the test before the first step
         seeds = len(pack.seeds)
         self.order = torch.zeros(seeds, self.steps * sweep.batch, device=self.device).long()
         self.at = torch.arange(sweep.batch, device=self.device)  # of the next step, in `order`
@@ -53,7 +53,7 @@ class Program(ABC):
         """Train for `steps` steps, or to the end of the epoch if that comes first."""
         steps = min(steps, self.steps - self.step)
         if self.epoch == self.step == 0 and not self.start:
-            self.start = self._tested(self._test())
+            self.start = self._means(self._test())
         self._train(steps)
         self.step += steps
         if self.step == self.steps:
@@ -89,7 +89,7 @@ class Program(ABC):
 
     def _end_epoch(self) -> None:
         self.curves["train_loss"].append((self.total / self.steps).tolist())
-        for name, values in self._tested(self._test()).items():
+        for name, values in self._means(self._test()).items():
             self.curves[name].append(values)
         self.epoch, self.step = self.epoch + 1, 0
         self.total.zero_()
@@ -102,11 +102,10 @@ class Program(ABC):
     def _here(self, t: Tensor) -> Tensor:
         return t.to(self.device, self.dtype if t.is_floating_point() else t.dtype)
 
-    def _tested(self, sums: Sequence[Tensor]) -> dict[str, list[float]]:
+    def _means(self, sums: Sequence[Tensor]) -> dict[str, list[float]]:
         """The means over the test set, by name, one number per lane."""
-        names = self.objective.curves[1:]
-        both = zip(names, sums, strict=True)
-        return {name: (total / len(self.test_y)).tolist() for name, total in both}
+        pairs = zip(self.objective.curves[1:], sums, strict=True)
+        return {name: (total / len(self.test_y)).tolist() for name, total in pairs}
 
     def _totals(self) -> list[Tensor]:
         """A zero for each lane, for each thing that a test sums."""
@@ -165,8 +164,8 @@ class Fused(Program):
         return self._sums
 
     def _evaluate_again(self) -> None:
-        for mine, new in zip(self._sums, self._evaluate(), strict=True):
-            mine.copy_(new)
+        for sums, new in zip(self._sums, self._evaluate(), strict=True):
+            sums.copy_(new)
 
     def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """`work` as a CUDA graph; what its warm-up changed is put back."""
@@ -201,12 +200,14 @@ def move(update: Update, grads: Sequence[Tensor]) -> None:
         update(grads)
 
 
-def copy_into(mine: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
-    if mine.keys() != saved.keys():
-        raise ValueError(f"lab: the checkpoint is of other lanes: {sorted(mine ^ saved.keys())}.")
+def copy_into(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    """Copy saved values into the tensors of the same names."""
+    if tensors.keys() != saved.keys():
+        others = sorted(tensors.keys() ^ saved.keys())
+        raise ValueError(f"lab: the checkpoint is of other lanes: {others}.")
     with torch.no_grad():
         for key, value in saved.items():
-            mine[key].copy_(value)
+            tensors[key].copy_(value)
 
 
 def _cloned(state: Any) -> Any:

@@ -30,7 +30,7 @@ class Branches(Fused):
         )
         # One compilation serves every lane: its weights are arguments.
         self._loss = self.compiled(self._training_loss)
-        self._look = self.compiled(self._test_sums)
+        self._sums_of = self.compiled(self._test_sums)
         self._move = self.compiled(move)
         if self.device.type == "cuda":
             self.streams = [torch.cuda.Stream() for _ in self.lanes]  # type: ignore[no-untyped-call]
@@ -38,8 +38,8 @@ class Branches(Fused):
     def _one_step(self) -> None:
         index = self.order.index_select(1, self.at)
         for k, lane in self._in_parallel():
-            mine = index[k // len(self.pack.settings)]
-            x, y = self.train_x[mine], self.train_y[mine]
+            batch = index[k // len(self.pack.settings)]
+            x, y = self.train_x[batch], self.train_y[batch]
             loss = self._loss(lane.params, lane.buffers, x, y)
             grads = torch.autograd.grad(loss, list(lane.params.values()))
             self._move(lane.update, [g[None, None] for g in lane.rows(grads)])
@@ -51,8 +51,8 @@ class Branches(Fused):
         totals = self._totals()
         for k, lane in self._in_parallel():
             for x, y in self.test_chunks():
-                found = self._look(lane.params, lane.buffers, x, y)
-                for total, value in zip(totals, found, strict=True):
+                sums = self._sums_of(lane.params, lane.buffers, x, y)
+                for total, value in zip(totals, sums, strict=True):
                     total[k] += value
         return totals
 
@@ -85,8 +85,8 @@ class Branches(Fused):
         return [lane.tensors() for lane in self.lanes]
 
     def _load_lanes(self, state: Any) -> None:
-        for lane, mine in zip(self.lanes, state, strict=True):
-            copy_into(lane.tensors(), mine)
+        for lane, saved in zip(self.lanes, state, strict=True):
+            copy_into(lane.tensors(), saved)
 
 
 class _Branch:
@@ -129,11 +129,11 @@ class _Branch:
         left = dict(zip(dict.fromkeys(self.lengths), tables, strict=True))
         views = []
         for p, length in zip(like, self.lengths, strict=True):
-            mine, left[length] = left[length][: len(p)], left[length][len(p) :]
+            part, left[length] = left[length][: len(p)], left[length][len(p) :]
             if p.ndim == 4:
-                view = mine.view(len(p), *p.shape[2:], p.shape[1]).permute(0, 3, 1, 2)
+                view = part.view(len(p), *p.shape[2:], p.shape[1]).permute(0, 3, 1, 2)
             else:
-                view = mine.view(p.shape)
+                view = part.view(p.shape)
             views.append(nn.Parameter(view))
         return views
 

@@ -18,7 +18,7 @@ from wngrad.lab.train.loader import load_callable
 from wngrad.lab.train.programs.base import Program
 from wngrad.lab.train.spec import Lane, Pack, Sweep
 
-SETTLING = 50  # batches to take batch statistics from
+STATISTICS = 50  # batches to take batch statistics from
 
 
 class Lone(Program):
@@ -70,16 +70,16 @@ class Lone(Program):
         for k, (model, opt) in enumerate(zip(self.models, self.optimizers, strict=True)):
             _switch(model, opt, "eval")
             if hasattr(opt, "eval"):
-                self._settle(k)
+                self._recompute_statistics(k)
             for x, y in self.test_chunks():
-                found = self.objective.sums(self._output(model, x), y)
-                for total, value in zip(totals, found, strict=True):
+                sums = self.objective.sums(self._output(model, x), y)
+                for total, value in zip(totals, sums, strict=True):
                     total[k] += value
             _switch(model, opt, "train")
         return totals
 
-    def _settle(self, k: int) -> None:
-        """Batch statistics of the weights to be tested, where these are not the trained ones.
+    def _recompute_statistics(self, k: int) -> None:
+        """Take batch statistics of the weights to be tested, where these are not the trained ones.
 
         As the README of schedule-free asks: some batches of training data, in training mode.
         """
@@ -89,7 +89,7 @@ class Lone(Program):
         model.train()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.pack.lanes[k].seed)  # as in a step: for what a network draws
-            for index in torch.split(row, self.sweep.batch)[:SETTLING]:
+            for index in torch.split(row, self.sweep.batch)[:STATISTICS]:
                 self._output(model, self.train_x[index])
         model.eval()
 
@@ -100,13 +100,13 @@ class Lone(Program):
         return output.to(self.dtype)
 
     def _lanes_state(self) -> Any:
-        both = zip(self.models, self.optimizers, strict=True)
-        return [(model.state_dict(), opt.state_dict()) for model, opt in both]
+        pairs = zip(self.models, self.optimizers, strict=True)
+        return [(model.state_dict(), opt.state_dict()) for model, opt in pairs]
 
     def _load_lanes(self, state: Any) -> None:
-        for model, opt, mine in zip(self.models, self.optimizers, state, strict=True):
-            model.load_state_dict(mine[0])
-            opt.load_state_dict(mine[1])
+        for model, opt, saved in zip(self.models, self.optimizers, state, strict=True):
+            model.load_state_dict(saved[0])
+            opt.load_state_dict(saved[1])
 
 
 def _switch(model: nn.Module, opt: Any, mode: str) -> None:

@@ -15,7 +15,7 @@ from wngrad.lab.train.update import Update
 
 
 class Stacked(Fused):
-    """Small networks by the hundred."""
+    """A pack of small networks in one stack: each parameter is one tensor for all lanes."""
 
     def __init__(self, sweep: Sweep, pack: Pack, data: Data, device: str | torch.device) -> None:
         super().__init__(sweep, pack, data, device)
@@ -34,7 +34,7 @@ class Stacked(Fused):
         self.update = Update(params, pack.settings, sweep.weight_decay)
         self.params = [p.detach().requires_grad_() for p in params]  # the same memory
         self._loss = self.compiled(self.objective.lanes_mean)
-        self._look = self.compiled(self.objective.lanes_sums)
+        self._sums_of = self.compiled(self.objective.lanes_sums)
         self._move = self.compiled(move)
 
     def _one_step(self) -> None:
@@ -51,10 +51,9 @@ class Stacked(Fused):
         seeds, totals = len(self.pack.seeds), self._totals()
         for x, y in self.test_chunks():
             logits = self.stack(self.params, x.expand(seeds, *x.shape))
-            for total, found in zip(
-                totals, self._look(logits, y.expand(seeds, *y.shape)), strict=True
-            ):
-                total += found
+            sums = self._sums_of(logits, y.expand(seeds, *y.shape))
+            for total, value in zip(totals, sums, strict=True):
+                total += value
         return totals
 
     def _lanes_state(self) -> Any:

@@ -1,4 +1,4 @@
-"""A job on a Ray cluster that has been looked at: all that is settled before a pack is sent."""
+"""A job on a Ray cluster: all that is settled before a pack is sent."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from wngrad.lab.run import places
 from wngrad.lab.run.cluster import node_tasks
 from wngrad.lab.run.cluster import nodes as cluster_nodes
 from wngrad.lab.run.cluster.nodes import Need, Node
-from wngrad.lab.run.pack_size import Choice, Measured, Plan, choose, even, told
+from wngrad.lab.run.job import Job
+from wngrad.lab.run.pack_size import Choice, Measured, Plan, choose, even, in_words
 from wngrad.lab.run.store import Store
-from wngrad.lab.run.supervisor import Job
 from wngrad.lab.train.spec import Kind, Pack
 
 
 @dataclass(slots=True)
-class Site:
+class ClusterJob:
     """What to run, on which nodes, in packs of which size."""
 
     job: Job
@@ -29,17 +29,17 @@ class Site:
     nodes: list[Node]
     check: Callable[[], None]  # called while waiting; may raise
     conditions: dict[str, Any] = field(default_factory=dict)
-    said: list[str] = field(default_factory=list)  # what a person should know
+    notes: list[str] = field(default_factory=list)  # what a person should know
     costs: dict[Kind, list[Measured]] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, job: Job, cpus: int, check: Callable[[], None]) -> Site:
-        """Look at every node that has room for a pack.
+    def open(cls, job: Job, check: Callable[[], None]) -> ClusterJob:
+        """Probe every node that has room for a pack.
 
         Raises:
             ValueError: something there does not fit; in one line.
         """
-        need = cluster_nodes.need(job.device, cpus)
+        need = cluster_nodes.need(job.device, job.cpus)
         here = replace(
             job,
             out=absolute(job.out),
@@ -47,9 +47,9 @@ class Site:
             device="cuda" if need.gpus else "cpu",
         )
         nodes = cluster_nodes.fitting(cluster_nodes.alive(), need)
-        site = cls(here, need, nodes, check)
-        site.conditions, site.said = cluster_nodes.looked_at(nodes, need, site.text(), check)
-        return site
+        opened = cls(here, need, nodes, check)
+        opened.conditions, opened.notes = cluster_nodes.probe_all(nodes, need, opened.text(), check)
+        return opened
 
     @property
     def slots(self) -> int:
@@ -62,12 +62,8 @@ class Site:
 
     def text(self) -> str:
         """The job, as a task is given it."""
-        more = {
-            "cwd": os.getcwd(),
-            "cpus": self.need.cpus,
-            "seen": str(cluster_nodes.nearest(self.job.out)),
-        }
-        return json.dumps({**json.loads(self.job.to_json({})), **more})
+        shared = str(cluster_nodes.nearest(self.job.out))
+        return json.dumps({"job": self.job.to_json(), "cwd": os.getcwd(), "shared": shared})
 
     def left(self, packs: list[Pack]) -> list[Pack]:
         """The packs that still lack records."""
@@ -75,8 +71,8 @@ class Site:
         settings = {**sweep.identity(), **self.conditions}
         return [pack for pack in packs if store.missing(pack, settings, sweep.epochs)]
 
-    def settle(self) -> list[Pack]:
-        """Settle the size of the packs, and say why; the packs.
+    def cut(self) -> list[Pack]:
+        """The packs, once their size is settled; the notes say why.
 
         Those that a store has been cut into hold. If nobody has said how many lanes a new one is to
         have, a measurement decides.
@@ -84,14 +80,14 @@ class Site:
         before, sweep = self.store.cut(), self.job.sweep
         together = sum(s.optimizer not in sweep.alone for s in sweep.settings)
         if before:
-            self.said.append(f"the {len(before)} packs of {self.job.out} hold")
+            self.notes.append(f"the {len(before)} packs of {self.job.out} hold")
         if together and sweep.program != "lone" and not self.job.sized:
-            cut = max((len(pack.lanes) for pack in before), default=0)
-            sweep = replace(sweep, lanes_per_pack=cut or self._chosen(together))
+            size = max((len(pack.lanes) for pack in before), default=0)
+            sweep = replace(sweep, lanes_per_pack=size or self._measured_size(together))
             self.job = replace(self.job, sweep=sweep)
         return self.store.packs(sweep, self.conditions)
 
-    def _chosen(self, settings: int) -> int:
+    def _measured_size(self, settings: int) -> int:
         sweep = self.job.sweep
         lanes = settings * len(sweep.seeds)
         answer = self._measure(sweep.lanes_per_pack, None)
@@ -100,9 +96,9 @@ class Site:
         else:
             self.costs[sweep.program] = answer["costs"]
             choice = choose(answer["costs"], lanes, self.slots, sweep.epochs)
-            self.said.append(f"measured: {told(answer['costs'])}")
+            self.notes.append(f"measured: {in_words(answer['costs'])}")
         size = min(even(choice.lanes, settings), sweep.lanes_per_pack or lanes)
-        self.said.append(f"packs of at most {size} lanes: {choice.why}")
+        self.notes.append(f"packs of at most {size} lanes: {choice.why}")
         return size
 
     def measure(self, packs: list[Pack]) -> None:
@@ -128,11 +124,10 @@ class Site:
         import ray
         from ray.exceptions import RayError, RayTaskError
 
-        task = cluster_nodes.remote(node_tasks.measure, self.need)
-        ref = task.remote(self.text(), most, cut)
-        cluster_nodes.waited([ref], math.inf, self.check)
+        task = cluster_nodes.remote(node_tasks.measure, self.need).remote(self.text(), most, cut)
+        cluster_nodes.wait_for([task], math.inf, self.check)
         try:
-            answer: dict[str, Any] = ray.get(ref)
+            answer: dict[str, Any] = ray.get(task)
         except RayTaskError:
             raise
         except RayError as error:
