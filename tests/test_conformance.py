@@ -59,6 +59,15 @@ def test_our_optimizers_pass_every_probe_that_applies(probe):
         assert status == ("fail" if known else "pass")
 
 
+@pytest.mark.parametrize("name", [name for name in LIGHT if name != "quiet"])
+def test_the_optimizer_of_the_docs_passes_what_applies_to_it(name):
+    """The one that docs/new-optimizer.md writes; conftest has made a module of it."""
+    verdict = judged("new_optimizer:WNSign", None, name)
+    assert verdict["status"] in ("pass", "not applicable"), verdict["detail"]
+    if verdict["status"] == "not applicable":
+        assert name in ("sparse", "loss scale", "mismatched state")
+
+
 @pytest.mark.parametrize("name", LIGHT)
 @pytest.mark.parametrize("target", ["torch.optim:SGD", "torch.optim:AdamW", "broken:Plain"])
 def test_sgd_and_adamw_pass_what_applies_to_them(target, name):

@@ -9,6 +9,8 @@ the private functions that DistributedDataParallel puts tensors end to end with.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import torch
@@ -29,6 +31,18 @@ def _known(tensors: Tensors, lists: list[list[Tensor]]) -> bool:
     return plain and bool(tensors) and not any(t.is_neg() for t in tensors)
 
 
+def _alike(tensors: Tensors, lists: list[list[Tensor]]) -> list[list[Any]]:
+    """On CUDA apart, what broadcasts and what does not: the latter is then one kernel for all."""
+    every = [tensors, *lists]
+    if not lists or not tensors[0].is_cuda:
+        return [every]
+    same = [all(t.shape == p.shape for t in rest) for p, *rest in zip(*every, strict=True)]
+    split = [
+        [list(compress(part, mask)) for part in every] for mask in (same, list(map(not_, same)))
+    ]
+    return [part for part in split if part[0]]
+
+
 def _over_lists(name: str) -> Callable[..., None]:
     """The in-place operation `name` for every tensor of a list and its partners in the others."""
     together = getattr(torch, f"_foreach_{name}", None)
@@ -38,7 +52,8 @@ def _over_lists(name: str) -> Callable[..., None]:
         lists = [other for other in others if isinstance(other, list)]
         numbers = others[len(lists) :]
         if together is not None and _known(tensors, lists):
-            together(tensors, *others, **options)
+            for part in _alike(tensors, lists):
+                together(*part, *numbers, **options)
             return
         for each in zip(tensors, *lists, strict=True):
             single(*each, *numbers, **options)

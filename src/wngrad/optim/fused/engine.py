@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,24 +122,18 @@ class Engine:
             return
         params = _params(optimizer)
         now = self._snapshot(optimizer, settings, params)
-        if now is None:  # no kernel knows the direction
-            _insist(
-                owner,
-                units,
-                {
-                    id(p): eligibility.why_never(optimizer, p, its)
-                    for g, its in zip(optimizer.param_groups, settings, strict=True)
-                    for p in g["params"]
-                },
-            )
+        if now is None:  # no kernel knows the direction, though one is insisted on
+            firsts = [(unit.members[0].param, unit.settings) for unit in units]
+            never = {id(p): eligibility.why_never(optimizer, p, its) for p, its in firsts}
+            _insist(owner, units, never)
             plain_step(owner, units)
             return
-        launches = (None if _capturing() else self._earlier(now)) or self._make(
-            optimizer, params, units, now
-        )
+        launches = None if _capturing() else self._earlier(now)
+        if launches is None:
+            launches = self._make(optimizer, params, units, now)
         _insist(owner, units, launches.reasons)
         left = [unit for unit in units if id(unit.members[0].param) in launches.reasons]
-        plain_step(owner, left, lambda: launches.run(optimizer, params, now.words))
+        plain_step(owner, left, partial(launches.run, optimizer, params, now.words))
 
     def _snapshot(
         self, optimizer: Stepper, settings: list[Settings], params: list[Tensor]
@@ -170,7 +165,7 @@ class Engine:
     ) -> Launches:
         """New launches. For a graph they are filled outside of it, so that replays only read."""
         captured = _capturing()
-        with _outside_the_graph() if captured else _nothing():
+        with _outside_the_graph() if captured else nullcontext():
             fused, reasons = _sorted_out(optimizer, units)
             launches = Launches(params, fused, reasons, now)
         self.reasons = launches.reasons
@@ -192,7 +187,7 @@ class Engine:
             if (own := engine()) is not None:
                 own._launches.pop(key, None)
                 if own._latest is not None and own._latest[0].key == key:
-                    own._latest = None
+                    own._latest, own.reasons = None, {}
 
         return [weakref.ref(p, drop) for p in params]
 
@@ -229,11 +224,6 @@ def _insist(owner: str, units: list[SharedBlocks], reasons: Any) -> None:
 
 
 # ---------------------------------------------------------------------------- CUDA graphs
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def _side() -> torch.cuda.Stream:  # pragma: no cover, needs a GPU
