@@ -9,6 +9,7 @@ import pytest
 
 from small_lab import SWEEP, visit
 from wngrad.lab.run import progress
+from wngrad.lab.run.pack_size import minutes
 from wngrad.lab.run.progress import Watch
 
 
@@ -99,4 +100,4 @@ def test_a_whole_sweep_ends_with_all_its_epochs(tmp_path):
     ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00")]
 )
 def test_time_is_written_as_a_clock(seconds, text):
-    assert progress._clock(seconds) == text
+    assert minutes(seconds) == text

@@ -57,11 +57,9 @@ def unfinished(store: Store, sweep: Sweep, conditions: dict[str, Any], tell: Tel
     lanes = sum(len(pack.lanes) for pack in packs)
     tell({"kind": "plan", "lanes": lanes, "epochs": sweep.epochs})
     settings = {**sweep.identity(), **conditions}
-    left = []
-    for pack in packs:
-        if store.missing(pack, settings, sweep.epochs):
-            left.append(pack)
-            continue
+    left = store.unfinished(packs, settings, sweep.epochs)
+    names = {pack.name for pack in left}
+    for pack in (pack for pack in packs if pack.name not in names):
         with store.claim(pack) as claimed:
             if claimed:  # whoever wrote the last record may not have come to it
                 store.finish(pack)

@@ -1,4 +1,4 @@
-"""How many lanes a pack should have, and what a sweep takes: arithmetic on a few measurements."""
+"""The size of packs and the time of a sweep: arithmetic on a few measurements."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+
+import numpy as np
 
 from wngrad.lab.train.spec import Kind, Pack, Sweep
 
@@ -53,15 +55,11 @@ def enough(costs: Sequence[Measured]) -> bool:
 
 def seconds(costs: Sequence[Measured], lanes: int, epochs: int) -> float:
     """What a pack takes; between and beyond measurements an epoch is linear in the lanes."""
-    below = [m for m in costs if m.lanes <= lanes] or [costs[0]]
-    above = [m for m in costs if m.lanes >= lanes]
-    low = below[-1]
-    if not above:  # the largest that was measured is taken to be full
-        return low.start + epochs * low.epoch * lanes / low.lanes
-    high = above[0]
-    part = 0.0 if high.lanes == low.lanes else (lanes - low.lanes) / (high.lanes - low.lanes)
-    start = low.start + part * (high.start - low.start)
-    return start + epochs * (low.epoch + part * (high.epoch - low.epoch))
+    sizes = [m.lanes for m in costs]
+    start = np.interp(lanes, sizes, [m.start for m in costs])
+    epoch = np.interp(lanes, sizes, [m.epoch for m in costs])
+    full = max(1.0, lanes / sizes[-1])  # the largest that was measured is taken to be full
+    return float(start + epochs * epoch * full)
 
 
 def choose(
@@ -168,6 +166,11 @@ def clock(seconds: float) -> str:
     """Seconds as a person reads them: 42 s, 3:05, 2:10:00."""
     if seconds < 99.5:
         return f"{seconds:.0f} s" if seconds >= 9.5 else f"{seconds:.1f} s"
-    minutes, left = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
+    return minutes(seconds)
+
+
+def minutes(seconds: float) -> str:
+    """Seconds as minutes and seconds: 0:42, 3:05, 2:10:00."""
+    count, left = divmod(round(seconds), 60)
+    hours, count = divmod(count, 60)
+    return f"{hours}:{count:02d}:{left:02d}" if hours else f"{count}:{left:02d}"

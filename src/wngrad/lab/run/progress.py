@@ -9,6 +9,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from wngrad.lab.run.pack_size import minutes
+
 LINE_EVERY = 10.0  # seconds between two plain lines
 
 
@@ -63,7 +65,7 @@ class Watch:
         if self.since and done > self.since[1]:
             rate = (done - self.since[1]) / max(time.monotonic() - self.since[0], 1e-9)
             parts.append(f"{rate / max(self.epochs, 1):.3g} lanes/s")
-            parts.append(f"{_clock((total - done) / rate)} left")
+            parts.append(f"{minutes((total - done) / rate)} left")
         if diverged := sum(self.diverged.values()):
             parts.append(f"{diverged} diverged")
         if self.failed:
@@ -99,9 +101,3 @@ def _bar(console: Console) -> Progress:
         TimeElapsedColumn(),
         console=console,
     )
-
-
-def _clock(seconds: float) -> str:
-    minutes, left = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"

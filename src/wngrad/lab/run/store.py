@@ -83,6 +83,12 @@ class Store:
 
         return [lane for lane in pack.lanes if not done(self.record(lane))]
 
+    def unfinished(
+        self, packs: Sequence[Pack], settings: dict[str, Any], epochs: int
+    ) -> list[Pack]:
+        """The packs of which lanes are missing."""
+        return [pack for pack in packs if self.missing(pack, settings, epochs)]
+
     def record(self, lane: Lane) -> Record | None:
         """The lane's record; None if there is none that can be read."""
         return self._read_record(self._record_path(lane))

@@ -62,8 +62,8 @@ def plan(job: Job, workers: int = 1) -> list[str]:
         session = open_session(job, lambda event: None, lambda: False)
         packs = session.store.packs(session.sweep, session.conditions)
         costs = sizes(session.sweep, packs, session.data, session.device)
-    store, epochs = session.store, session.sweep.epochs
-    done = {p.name for p in packs if not store.missing(p, session.settings, epochs)}
+    left = session.store.unfinished(packs, session.settings, session.sweep.epochs)
+    done = {pack.name for pack in packs} - {pack.name for pack in left}
     device = session.environment["device"]
     lines = [f"Measured here: {kind}, {in_words(each)}." for kind, each in costs.items()]
     return [*lines, *Plan(session.sweep, packs, frozenset(done), workers, device, costs).lines()]

@@ -67,9 +67,9 @@ class ClusterJob:
 
     def left(self, packs: list[Pack]) -> list[Pack]:
         """The packs that still lack records."""
-        sweep, store = self.job.sweep, self.store
+        sweep = self.job.sweep
         settings = {**sweep.identity(), **self.conditions}
-        return [pack for pack in packs if store.missing(pack, settings, sweep.epochs)]
+        return self.store.unfinished(packs, settings, sweep.epochs)
 
     def cut(self) -> list[Pack]:
         """The packs, once their size is settled; the notes say why.
