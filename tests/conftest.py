@@ -89,6 +89,16 @@ def optimizer(request: pytest.FixtureRequest) -> Row:
     return row
 
 
+FEW = ("wngrad", "wngrad-momentum-decay", "wngrad-model", "wnadam-gradient", "sign")
+
+
+@pytest.fixture(params=[row for row in TABLE if row.name in FEW], ids=lambda row: row.name)
+def one_of_few(request: pytest.FixtureRequest) -> Row:
+    """A row for each direction and each kind of block: for tests that take seconds."""
+    row: Row = request.param
+    return row
+
+
 @pytest.fixture(
     params=[row for row in TABLE if row.make in (WNGrad, WNAdam) and "fused" not in row.options],
     ids=lambda row: row.name,

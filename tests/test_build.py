@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,14 +41,22 @@ def reason():
     return opt.why_plain().get(p)
 
 
-def built(folder, *flags):
-    assert hatch_build.build(folder / "libkernels.so", *flags) is None
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The library, built once."""
+    path = tmp_path_factory.mktemp("build") / "libkernels.so"
+    assert hatch_build.build(path) is None
+    return path
+
+
+def use(made, folder):
+    shutil.copy(made, folder)
     library.cpu.cache_clear()
 
 
 @needs_compiler
-def test_what_is_built_is_loaded_and_steps(folder):
-    built(folder)
+def test_what_is_built_is_loaded_and_steps(made, folder):
+    use(made, folder)
     assert reason() is None
 
 
@@ -69,8 +78,8 @@ def test_a_library_that_cannot_be_loaded_is_no_crash(folder):
 
 
 @needs_compiler
-def test_a_library_of_other_sources_or_other_records_is_not_used(folder, monkeypatch):
-    built(folder)
+def test_a_library_of_other_sources_or_other_records_is_not_used(made, folder, monkeypatch):
+    use(made, folder)
     for name in library._SOURCES:
         (folder / name).write_text("another")
     library.cpu.cache_clear()
@@ -83,8 +92,8 @@ def test_a_library_of_other_sources_or_other_records_is_not_used(folder, monkeyp
 
 
 @needs_compiler
-def test_without_openmp_one_thread_steps(folder, monkeypatch):
-    built(folder)
+def test_without_openmp_one_thread_steps(made, folder, monkeypatch):
+    use(made, folder)
     monkeypatch.setattr(library, "parallel", lambda: 0)
     p, q = (nn.Parameter(torch.ones(300, 300)) for _ in "pq")
     for x, fused in ((p, None), (q, False)):

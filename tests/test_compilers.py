@@ -11,10 +11,10 @@ from conftest import backward, network, same, same_state, train, twins
 
 
 @pytest.mark.parametrize("dynamic_lr", [False, True])
-def test_a_whole_compiled_training_step_is_the_eager_one(optimizer, dynamic_lr):
+def test_a_whole_compiled_training_step_is_the_eager_one(one_of_few, dynamic_lr):
     a, b = twins()
     lr = torch.tensor(0.5) if dynamic_lr else 0.5
-    ours, theirs = optimizer(a.parameters(), lr=lr), optimizer(b.parameters(), lr=lr)
+    ours, theirs = one_of_few(a.parameters(), lr=lr), one_of_few(b.parameters(), lr=lr)
 
     def step(x, y):
         loss = nn.functional.cross_entropy(a(x), y)
@@ -32,9 +32,9 @@ def test_a_whole_compiled_training_step_is_the_eager_one(optimizer, dynamic_lr):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-def test_a_compiled_model_resumes_from_the_checkpoint_of_a_plain_one(optimizer):
+def test_a_compiled_model_resumes_from_the_checkpoint_of_a_plain_one(one_of_few):
     a, b = twins()
-    ours, theirs = optimizer(a.parameters()), optimizer(b.parameters())
+    ours, theirs = one_of_few(a.parameters()), one_of_few(b.parameters())
     train(a, ours, 3)
     b.load_state_dict(a.state_dict())
     theirs.load_state_dict(ours.state_dict())

@@ -207,6 +207,7 @@ def plain(owner: str, group: Mapping[str, Any], own: Own) -> dict[str, Any]:
     return {"lr": rate(owner, group["lr"]), **settings}
 
 
+_MEMORIZED = 256
 Memo = dict[int, tuple[tuple[Any, ...], Settings]]  # by a group's id: values, and the settings
 
 
@@ -226,6 +227,8 @@ def settings(owner: str, group: dict[str, Any], own: Own, memo: Memo | None = No
     if (known := memo.get(id(group))) is not None and all(map(is_, values, known[0])):
         return known[1]
     checked = _now(owner, group, own, values)
+    if len(memo) >= _MEMORIZED:  # of groups that may be gone
+        memo.clear()
     memo[id(group)] = _values(own)(group), checked
     return checked
 

@@ -159,6 +159,14 @@ class Kind:
         on_host = live.device.type == "cpu" and not self._traced  # where nothing waits for it
         return None if on_host and bool(live.all()) else live
 
+    def _keep(self) -> Tensor | None:
+        """The blocks whose b stays as it was, or None for none of them."""
+        skipped = ~self.finite if self.settings.nonfinite == "skip" else None
+        if not isinstance(self._lam, Tensor):
+            return skipped
+        still = torch.zeros_like(self.finite) | (self._lam == 0)
+        return still if skipped is None else still | skipped
+
     def _block_counts(self) -> Tensor | None:
         """t of every block, where blocks are counted."""
         if not self._direction.counts_blocks:
@@ -210,8 +218,11 @@ class Kind:
             lists.copy_(targets[name], new)
 
     def _store(self, b: list[Tensor], t: list[Tensor] | None) -> None:
+        keep = self._keep()
+        if keep is not None:  # each its own, which may be older than what the others have reached
+            own = lists.end_to_end([item.view.b for item in self._items])
+            b = self._split(torch.where(keep, own, self._new))
         if self.settings.nonfinite == "skip":
-            b = self._split(torch.where(self.finite, self._new, self._old))
             for view, finite in self._storing(self._split(self.finite)):
                 assert view.skipped is not None  # made by `state.make`
                 view.skipped.add_(~finite)
