@@ -259,6 +259,7 @@ def test_a_parameter_stepped_some_rows_at_a_time_is_stepped_as_ever(
     start, twin = torch.randn(37, 5, dtype=torch.float64).to(dtype), []
     for size in (2**20, 40):
         monkeypatch.setattr("wngrad.optim.move.at_once", lambda device, dtype, size=size: size)
+        monkeypatch.setattr("wngrad.optim.move.SMALL", size)
         p = nn.Parameter(start.clone())
         opt = make([p], fused=False, **options)
         for k in range(3):

@@ -168,6 +168,7 @@ def test_large_tensors_are_cut_without_changing_the_result(make, monkeypatch):
     results = []
     for size in (10, 100, 10**9):
         monkeypatch.setattr("wngrad.optim.move.at_once", lambda device, dtype, size=size: size)
+        monkeypatch.setattr("wngrad.optim.move.SMALL", size)
         draw = torch.Generator().manual_seed(0)
         outcome = []
         for per in ("neuron", "tensor", lambda p: (8, 3)):

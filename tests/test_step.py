@@ -113,6 +113,28 @@ def test_whoever_overrides_a_direction_is_stepped_with_it_and_by_no_kernel():
         Half([one(2, 3)], fused=True)
 
 
+def test_a_direction_that_the_rule_measures_is_made_from_whole_parameters(monkeypatch):
+    """However large: rows of a matrix may depend on one another, as orthogonalized ones do."""
+    shapes = []
+
+    class Whole(Direction):
+        def propose(self, g, buffers):
+            shapes.extend(tuple(x.shape) for x in g)
+            return g, {}
+
+    class Own(WNGrad):
+        def direction(self, group, p):
+            return Whole()
+
+    monkeypatch.setattr("wngrad.optim.move.at_once", lambda device, dtype: 8)
+    monkeypatch.setattr("wngrad.optim.move.SMALL", 8)
+    p, q = one(6, 5), one(6, 5)
+    Own([p]).step()
+    WNGrad([q], fused=False).step()  # some rows at a time
+    assert shapes == [(6, 5)]
+    assert torch.equal(p, q)
+
+
 def test_why_plain_prints_a_line_for_each_parameter():
     opt = WNGrad([one(300, 200), one(7)], fused=False)
     assert str(opt.why_plain()).splitlines() == [

@@ -37,6 +37,11 @@ class Direction:
     counts_blocks: ClassVar[bool] = False  # t is kept for every block, not once a parameter
     touches_all: ClassVar[bool] = False  # moves entries without a gradient, so no sparse ones
 
+    @property
+    def measures_gradient(self) -> bool:
+        """Whether the rule measures g itself. What else it measures may need whole parameters."""
+        return type(self).propose is Direction.propose
+
     def propose(self, g: list[Tensor], buffers: Buffers) -> tuple[list[Tensor], Buffers]:
         """What the rule measures, and the buffers as they will be. Must not write."""
         return g, {}

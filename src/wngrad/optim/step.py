@@ -85,9 +85,11 @@ def _sizes(units: list[SharedBlocks]) -> list[float]:
 
 
 def _pieces(unit: SharedBlocks) -> Iterable[SharedBlocks]:
-    """Some rows of a large parameter at a time."""
-    p = unit.members[0].p
-    return rows(unit, move.at_once(p.device, p.dtype)) if len(unit.members) == 1 else [unit]
+    """Some rows of a large parameter at a time, if its direction can be made from them alone."""
+    first = unit.members[0]
+    if len(unit.members) > 1 or not first.direction.measures_gradient:
+        return [unit]
+    return rows(unit, move.at_once(first.p.device, first.p.dtype))
 
 
 def _between_ranks(unit: SharedBlocks) -> bool:
@@ -103,24 +105,24 @@ class _Batch:
 
     def __init__(self, units: list[SharedBlocks], bounded: bool) -> None:
         self.units, self._bounded = units, bounded
+        self._traced = any(traced(unit) for unit in units)
         self._items: list[list[Item]] = []
 
     def measure(self) -> None:
         """u of every view, and its squared norms on this rank."""
-        seen = traced(self.units[0])
         proposed = _propose([(unit, view) for unit in self.units for view in unit.members])
         entries: dict[Any, list[Item]] = {}  # views whose every entry is a block
         for unit in self.units:
             items = []
             for view in unit.members:
                 u, buffers = next(proposed)
-                keep = self._bounded or type(view.direction).propose is not Direction.propose
+                keep = self._bounded or not view.direction.measures_gradient
                 item = Item(unit, view, u if keep else None, buffers, u, view.b)
                 items.append(item)
-                if self._bounded and not seen and u.shape == view.b.shape:
+                if self._bounded and not self._traced and u.shape == view.b.shape:
                     entries.setdefault((u.device, u.dtype), []).append(item)
                 else:
-                    item.sq = blocks.sq_norm(u, view.b.shape, traced=seen)
+                    item.sq = blocks.sq_norm(u, view.b.shape, traced=self._traced)
             self._items.append(items)
         for part in entries.values():
             _square(part)
@@ -135,9 +137,8 @@ class _Batch:
                 for item, b in zip(members, _shared_b(unit), strict=True):
                     item.sq, item.b = total.to(item.sq.device).view_as(item.sq), b
         alike: dict[Any, list[Item]] = {}
-        apart = traced(self.units[0])
         for i, item in enumerate(items):
-            alike.setdefault(i if apart else item.kind, []).append(item)
+            alike.setdefault(i if self._traced else item.kind, []).append(item)
         return [Kind(part, self._bounded) for part in alike.values()]
 
 
@@ -159,7 +160,7 @@ def _propose(
     u: dict[int, Tensor] = {}
     buffers: dict[int, dict[str, Tensor]] = {}
     for direction, members in by_direction.items():
-        if type(direction).propose is Direction.propose:
+        if direction.measures_gradient:
             continue  # the gradient itself, made below when it is its turn
         g = [gradient(*pairs[i]) for i in members]
         before = _listed([pairs[i][1] for i in members], direction)
