@@ -249,6 +249,27 @@ def _store(
 
 
 @triton.jit
+def _coefficients(r, coefs, row, there, METHOD: tl.constexpr):
+    """What `kernel_split.find_b` has left for rows: coefficients, the rows that move, their t."""
+    spot = coefs + (tl.load(r + ROOM) + row) * 2
+    coef = tl.load(spot, mask=there, other=0.0)
+    live = there & (tl.load(spot + 1, mask=there, other=0.0) != 0)
+    t = tl.load(r + T).to(tl.pointer_type(tl.float32)) + row * (METHOD == ADAM)
+    return coef, live, tl.load(t, mask=there, other=0.0)
+
+
+@triton.jit
+def _numbers(conf, lam, scale, SCALE: tl.constexpr):
+    """Of a group, in float32: what gradients are multiplied by, λ, μ, decay, 1 − λ·decay, 1 − μ."""
+    factor, mu = real(tl.load(conf + SIGN)).to(tl.float32), real(tl.load(conf + MU))
+    decay = real(tl.load(conf + WEIGHT_DECAY))
+    if SCALE:
+        factor = factor / tl.load(scale)
+    keep, rest = (1 - lam * decay).to(tl.float32), (1 - mu).to(tl.float32)
+    return factor, lam.to(tl.float32), mu.to(tl.float32), decay.to(tl.float32), keep, rest
+
+
+@triton.jit
 def _tile(
     i, pid, rec, grads, conf, layouts, parts, coefs, scale, found,
     DTYPE: tl.constexpr, METHOD: tl.constexpr, DECAY: tl.constexpr, MODE: tl.constexpr,
@@ -271,18 +292,8 @@ def _tile(
     at = (p, g, m)
 
     conf += tl.load(r + GROUP_NUMBER) * SETTINGS
-    lam, decay = lam_of(conf, found, FOUND), real(tl.load(conf + WEIGHT_DECAY))
-    factor, mu = real(tl.load(conf + SIGN)).to(tl.float32), real(tl.load(conf + MU))
-    if SCALE:
-        factor = factor / tl.load(scale)
-    numbers = (
-        factor,
-        lam.to(tl.float32),
-        mu.to(tl.float32),
-        decay.to(tl.float32),
-        (1 - lam * decay).to(tl.float32),
-        (1 - mu).to(tl.float32),
-    )
+    lam = lam_of(conf, found, FOUND)
+    numbers = _numbers(conf, lam, scale, SCALE)
 
     first, span, count = tl.load(r + FIRST), tl.load(r + SPAN), tl.load(r + ROWS) * pieces
     cols = tl.arange(0, COLS)[None, :]
@@ -307,11 +318,7 @@ def _tile(
         was = _read(at, here, cols, inside, layout, METHOD, STRIDES, False)
 
         if MODE == MOVES:
-            spot = coefs + (tl.load(r + ROOM) + row) * 2
-            coef = tl.load(spot, mask=there, other=0.0)
-            live = there & (tl.load(spot + 1, mask=there, other=0.0) != 0)
-            t = tl.load(r + T).to(tl.pointer_type(tl.float32)) + row * (METHOD == ADAM)
-            steps = tl.load(t, mask=there, other=0.0)
+            coef, live, steps = _coefficients(r, coefs, row, there, METHOD)
         else:
             squares = _squares(was, numbers, DECAY)
             if LONG:

@@ -57,29 +57,8 @@ def find_b(
     f = shared + i * S_WORDS
     row = (pid - tl.load(f + S_PROGRAM)) * R + tl.arange(0, R).to(tl.int64)
     there = row < tl.load(f + S_ROWS)
-    span = tl.arange(0, WIDTH).to(tl.int64)[None, :]
-
-    sq = tl.zeros([R], tl.float64)
-    run, ends = tl.load(f + S_RUN), tl.load(f + S_RUN) + tl.load(f + S_RUNS)
-    for k in range(run, ends):
-        base, count = tl.load(runs + R_WORDS * k + R_SUMS), tl.load(runs + R_WORDS * k + R_COUNT)
-        for j in range(0, count, WIDTH):
-            inside = there[:, None] & (j + span < count)
-            spots = parts + base + row[:, None] * count + j + span
-            sq += tl.sum(tl.load(spots, mask=inside, other=0.0), axis=1)
-
-    # b never decreases, so among the members the largest is the latest.
-    first, count = tl.load(f + S_MEMBER), tl.load(f + S_MEMBERS)
-    old, lost = tl.zeros([R], tl.float32), tl.zeros([R], tl.int32)
-    for j in range(0, count, WIDTH):
-        m = members + (first + j + span) * M_WORDS
-        inside = there[:, None] & (j + span < count)
-        bs = tl.load(m + M_B, mask=j + span < count, other=0).to(tl.pointer_type(tl.float32))
-        theirs = tl.load(bs + row[:, None], mask=inside, other=0.0)
-        old = tl.maximum(old, tl.max(tl.where(theirs == theirs, theirs, 0.0), axis=1))
-        lost = tl.maximum(lost, tl.max((theirs != theirs).to(tl.int32), axis=1))
-    old = tl.where(lost != 0, float("nan"), old)
-
+    sq = _summed(f, runs, parts, row, there, R, WIDTH)
+    old = _shared_b(f, members, row, there, R, WIDTH)
     conf += tl.load(f + S_GROUP) * SETTINGS
     lam = lam_of(conf, found, FOUND)
     c, hold = real(tl.load(conf + C)), tl.load(f + S_HOLD) != 0
@@ -91,17 +70,61 @@ def find_b(
     skips = live & (finite == 0)
     if SKIP:
         live = live & finite
-    keep = live
+    stored = live
     if LATCH:
         live = live & (new != 0)
     log_mu = real(tl.load(conf + LOG_MU))
+    rows = (row, there, live, stored, skips)
+    _store_members(f, members, coefs, rows, new, lam, log_mu, METHOD, SKIP, WIDTH)
+
+
+@triton.jit
+def _summed(f, runs, parts, row, there, R: tl.constexpr, WIDTH: tl.constexpr):
+    """‖g‖² of rows, from the sums of their pieces."""
+    span = tl.arange(0, WIDTH).to(tl.int64)[None, :]
+    sq = tl.zeros([R], tl.float64)
+    run, ends = tl.load(f + S_RUN), tl.load(f + S_RUN) + tl.load(f + S_RUNS)
+    for k in range(run, ends):
+        base, count = tl.load(runs + R_WORDS * k + R_SUMS), tl.load(runs + R_WORDS * k + R_COUNT)
+        for j in range(0, count, WIDTH):
+            inside = there[:, None] & (j + span < count)
+            spots = parts + base + row[:, None] * count + j + span
+            sq += tl.sum(tl.load(spots, mask=inside, other=0.0), axis=1)
+    return sq
+
+
+@triton.jit
+def _shared_b(f, members, row, there, R: tl.constexpr, WIDTH: tl.constexpr):
+    """The b that rows start from: b never decreases, so the largest of all is the latest."""
+    span = tl.arange(0, WIDTH).to(tl.int64)[None, :]
+    first, count = tl.load(f + S_MEMBER), tl.load(f + S_MEMBERS)
+    old, lost = tl.zeros([R], tl.float32), tl.zeros([R], tl.int32)
+    for j in range(0, count, WIDTH):
+        m = members + (first + j + span) * M_WORDS
+        inside = there[:, None] & (j + span < count)
+        bs = tl.load(m + M_B, mask=j + span < count, other=0).to(tl.pointer_type(tl.float32))
+        theirs = tl.load(bs + row[:, None], mask=inside, other=0.0)
+        old = tl.maximum(old, tl.max(tl.where(theirs == theirs, theirs, 0.0), axis=1))
+        lost = tl.maximum(lost, tl.max((theirs != theirs).to(tl.int32), axis=1))
+    return tl.where(lost != 0, float("nan"), old)
+
+
+@triton.jit
+def _store_members(
+    f, members, coefs, rows, new, lam, log_mu,
+    METHOD: tl.constexpr, SKIP: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """b, t and skips of every member that is present, and the coefficients of its move."""
+    row, there, live, stored, skips = rows
+    span = tl.arange(0, WIDTH).to(tl.int64)[None, :]
+    first, count = tl.load(f + S_MEMBER), tl.load(f + S_MEMBERS)
     for j in range(0, count, WIDTH):
         m = members + (first + j + span) * M_WORDS
         listed = j + span < count
         present = listed & (tl.load(m + M_PRESENT, mask=listed, other=0) != 0)
         inside = there[:, None] & present
         bs = tl.load(m + M_B, mask=present, other=0).to(tl.pointer_type(tl.float32))
-        tl.store(bs + row[:, None], new[:, None] + span * 0.0, mask=inside & keep[:, None])
+        tl.store(bs + row[:, None], new[:, None] + span * 0.0, mask=inside & stored[:, None])
         ts = tl.load(m + M_T, mask=present, other=0).to(tl.pointer_type(tl.float32))
         if METHOD == ADAM:
             t = tl.load(ts + row[:, None], mask=inside, other=0.0) + live.to(tl.float32)[:, None]
