@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from wngrad import WNAdam, WNGrad
 from wngrad.optim.fused import library, snapshot
-from wngrad.optim.fused.snapshot import Camera
+from wngrad.optim.fused.snapshot import Snapshots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IN_C = pytest.param(
@@ -41,7 +41,7 @@ class Step:
         self.params = [one(4, 4), one(3, dtype=torch.bfloat16)]
         b = torch.ones(4, 1, device=DEVICE)
         self.state = defaultdict(dict, {self.params[0]: {"b": b, "t": b[0, 0].clone()}})
-        self.camera = Camera()
+        self.snapshots = Snapshots()
 
     @property
     def mine(self):
@@ -49,7 +49,7 @@ class Step:
 
     def now(self):
         """The tensors of a step, and where the gradients lie."""
-        return self.camera._tensors(self.params, self.state)
+        return self.snapshots._tensors(self.params, self.state)
 
 
 def test_equal_steps_are_equal_wherever_the_gradients_lie():

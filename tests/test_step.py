@@ -37,7 +37,7 @@ def test_fused_false_asks_for_no_kernel_and_takes_no_snapshot(make, monkeypatch)
         raise AssertionError
 
     monkeypatch.setattr(library, "_loaded", forbidden)
-    monkeypatch.setattr(snapshot.Camera, "take", forbidden)
+    monkeypatch.setattr(snapshot.Snapshots, "take", forbidden)
     library.cpu.cache_clear()
     library.snapshot.cache_clear()
     p = one(2, 3)

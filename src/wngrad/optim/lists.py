@@ -72,7 +72,7 @@ _flatten = getattr(torch._C._nn, "flatten_dense_tensors", None)
 _unflatten = getattr(torch._C._nn, "unflatten_dense_tensors", None)
 
 
-def end_to_end(tensors: list[Tensor]) -> Tensor:
+def flatten(tensors: list[Tensor]) -> Tensor:
     """All entries as one vector; a single tensor as it is."""
     if len(tensors) == 1:
         return tensors[0]
@@ -82,8 +82,8 @@ def end_to_end(tensors: list[Tensor]) -> Tensor:
     return torch.cat([t.flatten() for t in tensors])
 
 
-def apart(vector: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """What `end_to_end` has put together, in the shapes of `like`."""
+def unflatten(vector: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """What `flatten` has put together, in the shapes of `like`."""
     if len(like) == 1:
         return [vector]
     sizes = [t.numel() for t in like]

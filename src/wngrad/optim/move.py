@@ -81,8 +81,8 @@ class Kind:
         self.settings, self._lam = first.unit.settings, first.unit.lam
         self._direction, self._traced = first.view.direction, traced(first.unit)
         self._b = [item.b for item in items]  # what each starts from
-        self._old = lists.end_to_end(self._b)
-        sq = lists.end_to_end([item.sq for item in items])
+        self._old = lists.flatten(self._b)
+        sq = lists.flatten([item.sq for item in items])
         self._new, self.finite = self._next_b(sq, first.unit.hold)
 
     def bad(self) -> list[Tensor]:
@@ -122,7 +122,7 @@ class Kind:
 
     def _split(self, vector: Tensor) -> list[Tensor]:
         """A tensor for each view, of what was put end to end."""
-        return lists.apart(vector, self._b)
+        return lists.unflatten(vector, self._b)
 
     def _next_b(self, sq: Tensor, hold: bool) -> tuple[Tensor, Tensor]:
         """The new b of all blocks, and which of them are finite."""
@@ -171,7 +171,7 @@ class Kind:
         """t of every block, where blocks are counted."""
         if not self._direction.counts_blocks:
             return None
-        return lists.end_to_end([item.view.t for item in self._items])
+        return lists.flatten([item.view.t for item in self._items])
 
     @property
     def _one(self) -> float | Tensor:
@@ -220,7 +220,7 @@ class Kind:
     def _store(self, b: list[Tensor], t: list[Tensor] | None) -> None:
         keep = self._keep()
         if keep is not None:  # each its own, which may be older than what the others have reached
-            own = lists.end_to_end([item.view.b for item in self._items])
+            own = lists.flatten([item.view.b for item in self._items])
             b = self._split(torch.where(keep, own, self._new))
         if self.settings.nonfinite == "skip":
             for view, finite in self._storing(self._split(self.finite)):

@@ -145,8 +145,8 @@ class _Batch:
 def _square(items: list[Item]) -> None:
     """Square the entries of items of one type and device, all of them in one go."""
     u = [item.sq for item in items]
-    squares = lists.end_to_end(u).to(blocks.accumulator(u[0].device)).square()
-    for item, sq in zip(items, lists.apart(squares, u), strict=True):
+    squares = lists.flatten(u).to(blocks.accumulator(u[0].device)).square()
+    for item, sq in zip(items, lists.unflatten(squares, u), strict=True):
         item.sq = sq
 
 

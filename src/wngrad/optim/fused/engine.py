@@ -22,7 +22,7 @@ from wngrad.optim.checks import Settings
 from wngrad.optim.fused import cpu, cuda, eligibility
 from wngrad.optim.fused.eligibility import Stepper
 from wngrad.optim.fused.method import Method, Unit, method
-from wngrad.optim.fused.snapshot import Camera, Snapshot
+from wngrad.optim.fused.snapshot import Snapshot, Snapshots
 from wngrad.optim.fused.tiling import SMALL, Tiling, tiling
 from wngrad.optim.step import plain_step
 from wngrad.optim.views import SharedBlocks
@@ -83,7 +83,7 @@ class Engine:
     """Takes an optimizer's steps: by kernels where they can, and plainly where not."""
 
     def __init__(self) -> None:
-        self._camera = Camera()
+        self._snapshots = Snapshots()
         self.memo: checks.Memo = {}  # of settings that were checked
         self._launches: dict[Any, tuple[Launches, list[Any]]] = {}  # with references to parameters
         self._latest: tuple[Snapshot, Launches] | None = None  # if it may be taken again
@@ -142,7 +142,7 @@ class Engine:
         if own is None:
             return None
         groups = optimizer.param_groups
-        return self._camera.take(params, optimizer.state, groups, settings, own)
+        return self._snapshots.take(params, optimizer.state, groups, settings, own)
 
     def _earlier(self, now: Snapshot | None) -> Launches | None:
         """The launches of an earlier step like this one."""

@@ -44,7 +44,7 @@ class Snapshot(NamedTuple):
         return self.tensors == other.tensors and self.choices == other.choices
 
 
-class Camera:
+class Snapshots:
     """Takes snapshots of an optimizer's steps, and knows the latest again."""
 
     def __init__(self) -> None:
