@@ -307,7 +307,7 @@ class BlockOptimizer(Optimizer):
         a line for each.
         """
         settings = [self._settings(group) for group in self.param_groups]
-        return fused.why_plain(self, settings)
+        return fused.why_plain(self, settings, self._engine.reasons)
 
     def rates(self) -> dict[Tensor, Tensor]:
         """The effective rates λ/b of every parameter that has stepped, in the shape of its b.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from wngrad.optim.checks import Settings
-from wngrad.optim.fused.eligibility import refuse, why_never
+from wngrad.optim.fused.eligibility import Stepper, refuse, why_never
 from wngrad.optim.fused.engine import Engine
 
 __all__ = ["Engine", "Reasons", "refuse", "why_never", "why_plain"]
@@ -24,9 +22,12 @@ class Reasons(dict[Tensor, str]):
         return "\n".join(f"{what:<{width}}  {reason}" for what, reason in rows)
 
 
-def why_plain(optimizer: Any, settings: list[Settings]) -> Reasons:
-    """Why parameters do not take the fused step: as the latest was taken, or as far as is known."""
-    latest: dict[int, str] = optimizer._engine.reasons
+def why_plain(optimizer: Stepper, settings: list[Settings], latest: dict[int, str]) -> Reasons:
+    """Why parameters do not take the fused step: as the latest was taken, or as far as is known.
+
+    Args:
+        latest: the reasons of the latest step, by the parameters' ids.
+    """
     pairs = zip(optimizer.param_groups, settings, strict=True)
     reasons = Reasons()
     for group, its in pairs:
