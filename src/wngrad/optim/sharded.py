@@ -64,7 +64,7 @@ def check(owner: str, p: Tensor, blocks: Shape) -> None:
 
 
 def check_joint(owner: str, params: Sequence[Tensor], shapes: Sequence[Shape]) -> None:
-    """Refuse relatives whose blocks do not correspond, or lie on different ranks."""
+    """Refuse parameters that share b if their blocks do not match, or lie on different ranks."""
     counts = {torch.Size(shape).numel() for shape in shapes}
     if len(counts) > 1:
         raise ValueError(
