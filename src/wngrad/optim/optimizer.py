@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, cast, overload
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from wngrad.optim import blocks, checks, fused, report, sharded, state
+from wngrad.optim import blocks, checks, diagnosis, fused, report, sharded, state
 from wngrad.optim.checks import Settings
 from wngrad.optim.directions import Direction
 from wngrad.optim.state import PER_BLOCK, Group, shape_of
@@ -330,6 +330,13 @@ class BlockOptimizer(Optimizer):
         """
         return report.skipped(self)
 
-    def diagnose(self) -> list[str]:
-        """What b says about the run so far, a line for each group. Waits for the device."""
-        return report.diagnose(self)
+    def diagnose(self, losses: Sequence[float | Tensor] | None = None) -> list[str]:
+        """What b says about the run so far, a line for each group. Waits for the device.
+
+        b alone cannot tell whether the network learns: hand in losses, and the first line says
+        whether they fall. Of sharded parameters, this rank's.
+
+        Args:
+            losses: training losses in the order of the steps, oldest first; at least 20.
+        """
+        return diagnosis.diagnose(self, losses)
