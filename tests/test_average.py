@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from conftest import backward, network, same, same_state, train, twins
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from conftest import backward, network, same, same_state, train, twins
 from wngrad import WNAdam, WNGrad, WNMuon, polynomial_average
 from wngrad.optim.average import weight
 

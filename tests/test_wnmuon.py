@@ -5,11 +5,11 @@ import copy
 import numpy as np
 import pytest
 import torch
-from conftest import backward, network, same, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from conftest import backward, network, same, train
 from wngrad import WNMuon, matrix_groups, step_in_backward
 from wngrad.optim.orthogonal import COEFFICIENTS, LARGEST
 
@@ -213,10 +213,14 @@ def test_a_step_in_backward_is_the_same_step():
     with step_in_backward(theirs):
         for seed in range(4):
             backward(b, seed)
-    assert all(torch.allclose(p, q, atol=1e-6) for p, q in zip(a.parameters(), b.parameters()))
+    assert all(
+        torch.allclose(p, q, atol=1e-6) for p, q in zip(a.parameters(), b.parameters(), strict=True)
+    )
     means = [opt.state[p]["average"] for opt, m in ((ours, a), (theirs, b)) for p in m.parameters()]
     half = len(means) // 2
-    assert all(torch.allclose(p, q, atol=1e-6) for p, q in zip(means[:half], means[half:]))
+    assert all(
+        torch.allclose(p, q, atol=1e-6) for p, q in zip(means[:half], means[half:], strict=True)
+    )
 
 
 @pytest.mark.parametrize(
