@@ -54,8 +54,9 @@ def _run(options: argparse.Namespace) -> int:
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    names = ([name for name in text.split(",") if name] for text in _lists(options))
-    wanted = plan(*names, seeds=options.seeds, seeds_first=options.seeds_first)
+    lists = (options.tasks, options.methods, options.parts)
+    names = [[name for name in text.split(",") if name] for text in lists]
+    wanted = plan(names[0], names[1], names[2], options.seeds, options.seeds_first)
     for line in absent():
         print(line, file=sys.stderr)
     runner = Runner(
@@ -66,17 +67,13 @@ def _run(options: argparse.Namespace) -> int:
         cpu_workers=options.cpu_workers,
         limit=options.limit,
         folder=options.data,
-        captured=not options.eager,
+        captured="nothing" if options.eager else "all",
         say=lambda line: print(line, flush=True),
     )
     done = runner.run()
     left = len(wanted.missing(runner.records))
     print(f"{done} runs recorded in {options.out}, {len(runner.failed)} failed, {left} to go.")
     return 1 if runner.failed else 0
-
-
-def _lists(options: argparse.Namespace) -> tuple[str, str, str]:
-    return options.tasks, options.methods, options.parts
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ class MuonAdamW:
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The weights of all linear layers and convolutions but the last, and all other parameters."""
     layers = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, nn.Conv2d))]
-    hidden = [layer.weight for layer in layers[:-1]]
+    hidden: list[Any] = [layer.weight for layer in layers[:-1]]
     known = {id(p) for p in hidden}
     return hidden, [p for p in model.parameters() if id(p) not in known]
 

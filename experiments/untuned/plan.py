@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -33,11 +34,11 @@ class Run:
 Records = Mapping[Run, dict[str, Any]]
 
 
-def cost(record: Mapping[str, Any], metric: str) -> float:
-    """What is to be small: the loss, or the accuracy's negative; infinite if the run diverged."""
+def cost(record: Mapping[str, Any]) -> tuple[float, float]:
+    """What is to be small: the accuracy's negative, then the loss; infinite if the run diverged."""
     if record["diverged"]:
-        return float("inf")
-    return float(-record["accuracy"] if metric == "accuracy" else record["loss"])
+        return math.inf, math.inf
+    return -(record["accuracy"] or 0.0), record["loss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,8 @@ class Plan:
 
     Args:
         seeds: how many; paired over the methods.
-        seeds_first: run a grid of λ with the first seed alone, and only its best λ and the two
-            beside it with the others.
+        seeds_first: run a grid of λ with the first seed alone, then its best λ and the two
+            beside it with all, and so on until the best over all seeds has both beside it.
     """
 
     tasks: tuple[Task, ...]
@@ -67,19 +68,28 @@ class Plan:
                 for steps in lengths(task, method, part):
                     yield from self._grid(task, method, steps, records)
 
-    def _grid(self, task: Task, method: Method, steps: int, records: Records) -> Iterable[Run]:
+    def _grid(self, task: Task, method: Method, steps: int, records: Records) -> list[Run]:
+        """All λ with all seeds; with `seeds_first` those that the records call for so far."""
+
         def runs(lams: Iterable[float], seeds: Iterable[int]) -> list[Run]:
             return [Run(task.name, method.name, lam, k, steps) for k in seeds for lam in lams]
 
-        if not self.seeds_first or len(method.lams) == 1 or method.part == "flatness":
-            return runs(method.lams, range(self.seeds))
-        first = runs(method.lams, [0])
-        if not all(run in records for run in first):
-            return first
-        costs = [cost(records[run], task.metric) for run in first]
-        best = costs.index(min(costs))
-        beside = method.lams[max(best - 1, 0) : best + 2]
-        return [*first, *runs(beside, range(1, self.seeds))]
+        every, lams = range(self.seeds), method.lams
+        if not self.seeds_first or len(lams) == 1 or method.part == "flatness":
+            return runs(lams, every)
+        wanted = runs(lams, [0])
+        for seeds in ([0], every):
+            if any(run not in records for run in wanted):
+                break
+            whole = [lam for lam in lams if all(run in records for run in runs([lam], seeds))]
+            costs = {lam: _mean(records[run] for run in runs([lam], seeds)) for lam in whole}
+            best = lams.index(min(costs, key=costs.__getitem__))
+            wanted += runs(lams[max(best - 1, 0) : best + 2], every)
+        return wanted
+
+
+def _mean(records: Iterable[Mapping[str, Any]]) -> tuple[float, ...]:
+    return tuple(map(sum, zip(*map(cost, records), strict=True)))
 
 
 def lengths(task: Task, method: Method, part: str) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ class Worker:
 
     device: str
     folder: Path | None
-    captured: bool
+    captured: str
     run: Run | None = None
     task: str = ""  # the one that it has in memory
     pipe: Connection[Any, Any] = field(init=False)
@@ -55,12 +55,12 @@ class Worker:
         self.process.join()
 
 
-def serve(pipe: Connection[Any, Any], device: str, folder: Path | None, captured: bool) -> None:
+def serve(pipe: Connection[Any, Any], device: str, folder: Path | None, captured: Any) -> None:
     """What a worker does: a run for every one that comes, until nobody asks any more."""
     import torch
 
     from experiments.untuned.methods import METHODS
-    from experiments.untuned.train import Trainer
+    from experiments.untuned.train import CaptureError, Trainer
 
     torch.set_num_threads(1)
     trainer: Trainer | None = None
@@ -75,10 +75,15 @@ def serve(pipe: Connection[Any, Any], device: str, folder: Path | None, captured
                 trainer = Trainer(TASKS[run.task], device, folder, captured=captured)
             method = METHODS[run.method]
             pipe.send(trainer.run(method, run.lam, run.seed, run.steps))
+        except CaptureError as error:
+            pipe.send((_line(error),))
         except Exception as error:
             trainer = None  # a graph may be broken
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            pipe.send(text[:400])
+            pipe.send(_line(error))
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
 class Runner:
@@ -92,7 +97,7 @@ class Runner:
         cpu_workers: processes of one core each, for all other tasks; 0: the GPU takes those too.
         limit: seconds after which to stop; what is under way then is not recorded.
         folder: of the data.
-        captured: whether CUDA graphs are used.
+        captured: what becomes a CUDA graph, see `Trainer`.
         say: is handed lines for the user.
     """
 
@@ -106,7 +111,7 @@ class Runner:
         cpu_workers: int = 1,
         limit: float | None = None,
         folder: Path | None = None,
-        captured: bool = True,
+        captured: str = "all",
         say: Callable[[str], None] = print,
     ) -> None:
         self.plan, self.out, self.say = plan, out, say
@@ -168,6 +173,12 @@ class Runner:
             worker.start()
         worker.run = None
         text = f"{run.task}, {run.method} at λ = {run.lam:g}, seed {run.seed}, {run.steps} steps"
+        if isinstance(record, tuple):  # in a new process, since a broken capture leaves traces
+            self.say(f"{text}: once more, its step launched from the host: {record[0]}")
+            worker.stop()
+            worker.captured = "gradient"
+            worker.start()
+            return
         if isinstance(record, str):
             self.failed.add(run)
             self.say(f"{text}: failed, not recorded: {record}")
