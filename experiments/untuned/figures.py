@@ -40,7 +40,7 @@ def _front(results: Results, task: Task) -> Any:
     fig: Any = Figure(figsize=(7.2, 5.0), layout="constrained")
     ax = fig.subplots()
     panel(ax, results, task)
-    ax.set_title(f"{task.name}: tuned AdamW against WNMuon with nothing set")
+    ax.set_title(f"{task.name}: AdamW over its learning rate, WNMuon with nothing set")
     fig.legend(loc="outside lower center", ncols=2, frameon=False)
     return fig
 

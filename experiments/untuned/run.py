@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -41,7 +42,8 @@ class Worker:
         context = get_context("spawn")
         self.pipe, theirs = context.Pipe()
         settings = (theirs, self.device, self.folder, self.captured)
-        self.process = context.Process(target=serve, args=settings, daemon=True)
+        # No daemon: those may have no children, and torch.compile has some.
+        self.process = context.Process(target=serve, args=settings)
         self.process.start()
         theirs.close()
         self.run, self.task = None, ""
@@ -64,22 +66,20 @@ def serve(pipe: Connection[Any, Any], device: str, folder: Path | None, captured
 
     torch.set_num_threads(1)
     trainer: Trainer | None = None
-    while True:
-        try:
-            run = pipe.recv()
-        except EOFError:
-            return
-        try:
-            if trainer is None or trainer.task.name != run.task:
-                trainer = None  # its memory first
-                trainer = Trainer(TASKS[run.task], device, folder, captured=captured)
-            method = METHODS[run.method]
-            pipe.send(trainer.run(method, run.lam, run.seed, run.steps))
-        except CaptureError as error:
-            pipe.send((_line(error),))
-        except Exception as error:
-            trainer = None  # a graph may be broken
-            pipe.send(_line(error))
+    with suppress(EOFError, ConnectionError):  # whoever asked is gone
+        while run := pipe.recv():
+            answer: Any
+            try:
+                if trainer is None or trainer.task.name != run.task:
+                    trainer = None  # its memory first
+                    trainer = Trainer(TASKS[run.task], device, folder, captured=captured)
+                answer = trainer.run(METHODS[run.method], run.lam, run.seed, run.steps)
+            except CaptureError as error:
+                answer = (_line(error),)
+            except Exception as error:
+                trainer = None  # a graph may be broken
+                answer = _line(error)
+            pipe.send(answer)
 
 
 def _line(error: Exception) -> str:
@@ -126,8 +126,9 @@ class Runner:
         """Run what is missing; the number of runs that were recorded."""
         before = len(self.records)
         used = {self._device(run) for run in self._missing()}
-        workers = [Worker(*settings) for settings in self._new if settings[0] in used]
+        workers: list[Worker] = []
         try:
+            workers += (Worker(*settings) for settings in self._new if settings[0] in used)
             while time.monotonic() < self.until:
                 self._hand_out(workers)
                 busy = {worker.pipe: worker for worker in workers if worker.run}
@@ -148,13 +149,17 @@ class Runner:
         return "cuda" if gpu and (TASKS[run.task].cuda or not self._cpu_workers) else "cpu"
 
     def _hand_out(self, workers: list[Worker]) -> None:
-        """Give every idle worker a run: of its own task, of one that nobody has, or any."""
+        """Give every idle worker a run: of its own task, of one that nobody has, or any.
+
+        Other lengths than the task's own come last.
+        """
         under_way = {worker.run for worker in workers}
         waiting = [run for run in self._missing() if run not in under_way]
         for worker in (worker for worker in workers if worker.run is None):
             runs = [run for run in waiting if self._device(run) == worker.device]
             if not runs:
                 continue
+            runs = [run for run in runs if run.steps == TASKS[run.task].steps] or runs
             crowd = Counter(other.task for other in workers if other is not worker and other.run)
             same = [run for run in runs if run.task == worker.task]
             run = same[0] if same else min(runs, key=lambda each: crowd[each.task])
