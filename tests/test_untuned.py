@@ -432,7 +432,7 @@ def folder(tmp_path):
         for lam in METHODS["adamw"].lams
     }
     records |= made_up(TEXT, "adamw", curve) | made_up(TEXT, "muon", {0.01: [1.55, 1.56, 1.57]})
-    records |= made_up(TEXT, "wnmuon-rho", {RHO / 3: [1.51] * 3})
+    records |= made_up(TEXT, "wnmuon-rho", {0.1: [1.51] * 3})
     records |= made_up(TASKS["wine"], "wnmuon", {RHO: [0.9, 0.95]})
     records |= made_up(TASKS["wine"], "default-dog", {1.0: [0.8, 0.85]})
     lost = Run("shakespeare", "adamw", 1.0, 2, TEXT.steps)
@@ -462,6 +462,7 @@ def test_the_page_keeps_what_was_written_by_hand_and_fills_its_regions(folder):
     assert cells[6] == "-0.0900 ± 0.0058: ahead (n = 3)"
     assert "DoG, averaged: 82.50 ± 3.54 % (n = 2)" in text
     assert "| WNMuon | 1.0 | 2 |" in text
+    assert "| shakespeare | 1.52 ± 0.02 (n = 3) | 1.51 ± 0 (n = 3) | – | – | – |" in text
 
 
 def test_a_report_without_records_is_one_line_and_exit_code_2(tmp_path, capsys):
@@ -476,6 +477,11 @@ def test_a_report_without_records_is_one_line_and_exit_code_2(tmp_path, capsys):
 def test_our_defaults_are_the_ones_that_are_moved():
     settings = inspect.signature(wngrad.WNMuon).parameters
     assert (settings["lr"].default, settings["b_init"].default) == (RHO, C)
+
+
+def test_the_moved_settings_are_a_third_and_three_times_a_tenth_and_ten_times():
+    assert METHODS["wnmuon-rho"].lams == pytest.approx((RHO / 3, RHO * 3))
+    assert METHODS["wnmuon-c"].lams == pytest.approx((C / 10, C * 10))
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from experiments.untuned.tasks import Task
 from wngrad.lab.optimizers import OPTIMIZERS
 from wngrad.lab.train.loader import load_callable
 
-RHO, C = 0.3, 10.0  # WNMuon's defaults of `lr` and `b_init`
+RHO, C = 0.3, 10.0  # WNMuon's defaults of `lr` and `b_init`, moved below by 3 and by 10
 WARMUP = 0.05  # of the steps
 
 Build = Callable[[nn.Module, Task, float, int], Any]  # (network, task, λ, steps) → an optimizer
@@ -181,8 +181,8 @@ METHODS: dict[str, Method] = {method.name: method for method in (
            "tuned", contestant=_FREE),
     *(_default(f"default-{who.name}", who.label, partial(rival, who), (who.default,),
                contestant=who) for who in CONTESTANTS),
-    Method("wnmuon-rho", "WNMuon, other ρ", wnmuon_rho, (RHO / 3, RHO * 3), "flatness",
+    Method("wnmuon-rho", "WNMuon, other ρ", wnmuon_rho, (0.1, 0.9), "flatness",
            captured=True),
-    Method("wnmuon-c", "WNMuon, other C", wnmuon_c, (C / 10, C * 10), "flatness", captured=True),
+    Method("wnmuon-c", "WNMuon, other C", wnmuon_c, (1.0, 100.0), "flatness", captured=True),
 )}
 # fmt: on
