@@ -26,7 +26,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import wngrad
-from wngrad import WNAdam, WNGrad
+from wngrad import WNAdam, WNGrad, WNMuon
 
 settings.register_profile(
     "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -73,6 +73,8 @@ TABLE = [
     Row("wnadam", WNAdam, {}),
     Row("wnadam-gradient plain", WNAdam, {**GRADIENT_SKIP, "fused": False}),
     Row("sign", from_the_docs(), {}),
+    Row("wnmuon", WNMuon, {}),
+    Row("wngrad-average", WNGrad, {"average": 4.0, "momentum": 0.5}),
     Row("wnadam-decay", WNAdam, {"weight_decay": 0.1}),
     Row("wnadam-gradient", WNAdam, GRADIENT_SKIP),
     Row(
@@ -89,7 +91,7 @@ def optimizer(request: pytest.FixtureRequest) -> Row:
     return row
 
 
-FEW = ("wngrad", "wngrad-momentum-decay", "wngrad-model", "wnadam-gradient", "sign")
+FEW = ("wngrad", "wngrad-momentum-decay", "wngrad-model", "wnadam-gradient", "sign", "wnmuon")
 
 
 @pytest.fixture(params=[row for row in TABLE if row.name in FEW], ids=lambda row: row.name)

@@ -34,11 +34,12 @@ def test_state_is_about_one_float_per_neuron(optimizer):
     opt.step()
     neurons, weights = 60, 5500
     floats = sum(v.numel() for v in flat_state(opt))
+    average = 0 if opt.defaults["average"] is None else weights
     if isinstance(opt, WNAdam):
-        assert floats == weights + 2 * neurons  # ĝ, b and t
+        assert floats == weights + 2 * neurons + average  # ĝ, b and t
     else:
         buffer = weights if opt.defaults["momentum"] else 0
-        assert floats == buffer + neurons + 2  # b, and one count for each parameter
+        assert floats == buffer + neurons + 2 + average  # b, and one count for each parameter
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
@@ -299,6 +300,8 @@ def test_empty_and_zero_dimensional_tensors(optimizer, shape):
 
 
 def test_complex_parameters_are_pairs_of_reals(optimizer):
+    if optimizer.name == "wnmuon":
+        pytest.skip("a complex matrix is a vector to it, a real one is not")
     z = torch.randn(3, 2, dtype=torch.complex64)
     a, b = nn.Parameter(z.clone()), nn.Parameter(torch.view_as_real(z).clone())
     one, other = optimizer([a], hold_1d=False), optimizer([b], hold_1d=False)
@@ -379,7 +382,7 @@ def test_the_checkpoint_loaders_dummy_step_latches_and_counts_nothing(optimizer)
     assert same(a, b)
     assert all((s["t"] == 0).all() for s in one.state.values())
     shapes = [v.shape for v in flat_state(one)]
-    one.param_groups[0]["lr"] = 1.0
+    one.param_groups[0]["lr"] = other.param_groups[0]["lr"]
     train(a, one, 5)
     train(b, other, 5)
     assert same(a, b)

@@ -166,7 +166,7 @@ def test_n4_float32_stops_growing_at_4096():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [0.0, "denormal"])
 def test_n5_zero_and_denormal_first_gradients_latch_nothing(optimizer, dtype, size):
-    if size and optimizer.name == "sign":
+    if size and optimizer.name in ("sign", "wnmuon"):
         pytest.skip("a direction of unit size is no smaller for a small gradient")
     size = torch.finfo(dtype).tiny / 16 if size == "denormal" else size
     p = nn.Parameter(torch.randn(4, 3, dtype=dtype))
@@ -219,7 +219,7 @@ def test_n8_a_step_that_raises_leaves_all_as_it_was(optimizer, where):
         last.grad = last.grad.to_sparse()
     elif where == "buffer":
         opt.param_groups[-1]["momentum"] = 0.9
-        (buffer,) = opt.direction(opt.param_groups[-1], last).buffers
+        buffer, *_ = opt.direction(opt.param_groups[-1], last).buffers
         opt.state[last][buffer] = torch.ones(77)
     elif where in ("b", "t"):
         opt.state[last][where] = torch.ones(77)

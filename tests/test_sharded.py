@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from wngrad import WNAdam, WNGrad, neuron_groups
+from wngrad import WNAdam, WNGrad, WNMuon, neuron_groups
 
 CASES = {
     "neuron": (WNGrad, {}),
@@ -23,6 +23,8 @@ CASES = {
     "model": (WNGrad, {"per": "model", "b_init": "gradient"}),
     "model-adam": (WNAdam, {"per": "model"}),
     "groups": (WNGrad, "groups"),
+    "muon": (WNMuon, "model"),
+    "average": (WNGrad, {"average": 8.0}),
 }
 
 
@@ -36,11 +38,13 @@ def optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     make, options = CASES[name]
     if options == "groups":
         return make(neuron_groups(model))
+    if options == "model":
+        return make(model)
     return make(model.parameters(), **options)
 
 
 def run(name: str, model: nn.Module) -> list[torch.Tensor]:
-    """Five steps on fixed batches; returns all parameters and all b, whole."""
+    """Five steps on fixed batches; returns all parameters, averages and b, whole."""
     opt = optimizer(name, model)
     for seed in range(5):
         x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)).double()
@@ -48,7 +52,11 @@ def run(name: str, model: nn.Module) -> list[torch.Tensor]:
         model(x).square().mean().backward()
         opt.step()
     params = list(model.parameters())
-    tensors = [p.detach() for p in params] + [opt.state[p]["b"] for p in params]
+    tensors = [p.detach() for p in params]
+    if "average" in opt.state[params[0]]:
+        with opt.averaged():
+            tensors += [p.detach().clone() for p in params]
+    tensors += [opt.state[p]["b"] for p in params]
     return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
 
 
@@ -89,14 +97,14 @@ def outcomes():
 def test_sharded_training_is_plain_training(outcomes, name):
     """Bit for bit where whole neurons lie on a rank; to float64's rounding where a sum is split."""
     plain, sharded, _ = outcomes[name]
-    b_from = len(sharded) // 2
+    b_from = len(sharded) - 4  # of four parameters
     for i, (ours, theirs) in enumerate(zip(sharded, plain, strict=True)):
         if name == "neuron" and i >= b_from:
             assert torch.equal(ours, theirs)
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", ["neuron", "neuron-momentum", "neuron-adam", "groups"])
+@pytest.mark.parametrize("name", ["neuron", "neuron-momentum", "neuron-adam", "groups", "average"])
 def test_a_step_per_neuron_communicates_nothing(outcomes, name):
     assert outcomes[name][2] == 0
 
@@ -120,7 +128,7 @@ def two_by_two(rank: int, world: int, file: str, out: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"file://{file}")
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     results = {}
-    for name in ("neuron", "tensor", "model", "model-adam"):
+    for name in ("neuron", "tensor", "model", "model-adam", "muon"):
         model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).double()
         for p in model.parameters():
             nn.init.normal_(p, generator=torch.Generator().manual_seed(p.numel()))
@@ -181,7 +189,7 @@ def four():
         return torch.load(out, weights_only=True)
 
 
-@pytest.mark.parametrize("name", ["neuron", "tensor", "model", "model-adam", "partial"])
+@pytest.mark.parametrize("name", ["neuron", "tensor", "model", "model-adam", "muon", "partial"])
 def test_fsdp_over_tensor_parallelism_is_plain_training(four, name):
     plain, sharded = four[name]
     for ours, theirs in zip(sharded, plain, strict=True):

@@ -118,7 +118,7 @@ def test_a_direction_that_the_rule_measures_is_made_from_whole_parameters(monkey
     shapes = []
 
     class Whole(Direction):
-        def propose(self, g, buffers):
+        def propose(self, g, buffers, t):
             shapes.extend(tuple(x.shape) for x in g)
             return g, {}
 

@@ -23,13 +23,17 @@ if TYPE_CHECKING:
     from wngrad.lab.report.sensitivity import recommended_lam as recommended_lam
     from wngrad.lab.report.sensitivity import usable_decades as usable_decades
     from wngrad.lab.train.task import Task as Task
+    from wngrad.optim import MatrixGroups as MatrixGroups
     from wngrad.optim import NeuronGroups as NeuronGroups
     from wngrad.optim import RateSummary as RateSummary
     from wngrad.optim import Released as Released
     from wngrad.optim import WNAdam as WNAdam
     from wngrad.optim import WNGrad as WNGrad
+    from wngrad.optim import WNMuon as WNMuon
     from wngrad.optim import lipschitz_b_init as lipschitz_b_init
+    from wngrad.optim import matrix_groups as matrix_groups
     from wngrad.optim import neuron_groups as neuron_groups
+    from wngrad.optim import polynomial_average as polynomial_average
     from wngrad.optim import step_in_backward as step_in_backward
     from wngrad.telemetry import rate_metrics as rate_metrics
 
@@ -38,11 +42,15 @@ __version__ = "0.1.0"
 # Where each public name lives. A name is imported when it is first asked for, so that nobody
 # loads a framework they do not use.
 _HOMES = {
+    "WNMuon": "wngrad.optim",
     "WNGrad": "wngrad.optim",
     "WNAdam": "wngrad.optim",
     "RateSummary": "wngrad.optim",
     "NeuronGroups": "wngrad.optim",
     "neuron_groups": "wngrad.optim",
+    "MatrixGroups": "wngrad.optim",
+    "matrix_groups": "wngrad.optim",
+    "polynomial_average": "wngrad.optim",
     "Released": "wngrad.optim",
     "step_in_backward": "wngrad.optim",
     "lipschitz_b_init": "wngrad.optim",

@@ -1,25 +1,34 @@
-"""PyTorch optimizers: WNGrad and WNAdam, and what helps to set them up."""
+"""PyTorch optimizers: WNMuon, WNGrad and WNAdam, and what helps to set them up."""
 
 from wngrad.optim import checks
+from wngrad.optim.average import polynomial_average
 from wngrad.optim.backward import Released, step_in_backward
 from wngrad.optim.directions import Direction
 from wngrad.optim.groups import NeuronGroups, neuron_groups
 from wngrad.optim.lipschitz import lipschitz_b_init
 from wngrad.optim.optimizer import BlockOptimizer
+from wngrad.optim.orthogonal import orthogonalize
 from wngrad.optim.report import RateSummary
+from wngrad.optim.roles import MatrixGroups, matrix_groups
 from wngrad.optim.wnadam import WNAdam
 from wngrad.optim.wngrad import WNGrad
+from wngrad.optim.wnmuon import WNMuon
 
 __all__ = [
     "BlockOptimizer",
     "Direction",
+    "MatrixGroups",
     "NeuronGroups",
     "RateSummary",
     "Released",
     "WNAdam",
     "WNGrad",
+    "WNMuon",
     "checks",
     "lipschitz_b_init",
+    "matrix_groups",
     "neuron_groups",
+    "orthogonalize",
+    "polynomial_average",
     "step_in_backward",
 ]

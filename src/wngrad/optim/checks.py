@@ -103,6 +103,10 @@ def _flag_or_none(owner: str, name: str, value: object) -> bool | None:
     return None if value is None else flag(owner, name, value)
 
 
+def _finite_or_none(owner: str, name: str, value: object) -> float | None:
+    return None if value is None else finite(owner, name, value)
+
+
 def _per(owner: str, name: str, value: object) -> object:
     """A name, or the shapes that `blocks.resolve` has made of a callable or a list."""
     if isinstance(value, list):
@@ -127,6 +131,7 @@ class Options(TypedDict, total=False):
     differentiable: bool
     fused: bool | None
     stochastic_rounding: bool
+    average: float | None
 
 
 DEFAULTS: Options = {
@@ -141,6 +146,7 @@ DEFAULTS: Options = {
     "differentiable": False,
     "fused": None,
     "stochastic_rounding": False,
+    "average": None,
 }
 _CHECKS: dict[str, Check] = {
     "weight_decay": finite,
@@ -153,6 +159,7 @@ _CHECKS: dict[str, Check] = {
     "differentiable": flag,
     "fused": _flag_or_none,
     "stochastic_rounding": flag,
+    "average": _finite_or_none,
     "per": _per,
 }
 _PLAIN = {float, bool, str, tuple, type(None)}
@@ -175,6 +182,7 @@ class Settings:
     differentiable: bool
     fused: bool | None
     stochastic_rounding: bool
+    average: float | None  # η of the polynomial average
     per: str | tuple[Shape, ...]
 
     @property
@@ -193,7 +201,7 @@ class Settings:
         numbers = (self.weight_decay != 0, self.c is None)
         flags = (self.decoupled_weight_decay, self.hold_1d, self.joint, self.nonfinite)
         rest = (self.differentiable, self.fused, self.stochastic_rounding, self.per)
-        return (*numbers, *flags, *rest)
+        return (*numbers, *flags, *rest, self.average is None)
 
 
 Own = tuple[tuple[str, Check], ...]  # the settings that one optimizer adds, each with its check

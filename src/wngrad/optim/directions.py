@@ -2,7 +2,7 @@
 
 A step of any optimizer here is
 
-    u ← propose(g)                     whose norm the rule sees
+    u ← propose(g, t)                  whose norm the rule sees
     b ← b + λ²‖u‖²/b                   `wngrad.rule`, one b for each block
     d ← advance(u, b)                  the direction of the step
     x ← x − λ·factor(b, t)·d           the move
@@ -15,9 +15,10 @@ running mean); see `docs/new-optimizer.md`. Lists hold one tensor for each param
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,14 +37,24 @@ class Direction:
     buffers: ClassVar[tuple[str, ...]] = ()  # state of the parameter's shape and type
     counts_blocks: ClassVar[bool] = False  # t is kept for every block, not once a parameter
     touches_all: ClassVar[bool] = False  # moves entries without a gradient, so no sparse ones
+    needs_whole: ClassVar[bool] = False  # entries depend on others, which a shard may not hold
+    rate_in_rule: ClassVar[bool] = True  # b ← b + λ²‖u‖²/b; else b ← b + ‖u‖²/b
+    # What decoupled weight decay is in proportion to: λ, the block's own rate, or there is none.
+    decays_by: ClassVar[Literal["lr", "rate"] | None] = "lr"
 
     @property
     def measures_gradient(self) -> bool:
         """Whether the rule measures g itself. What else it measures may need whole parameters."""
         return type(self).propose is Direction.propose
 
-    def propose(self, g: list[Tensor], buffers: Buffers) -> tuple[list[Tensor], Buffers]:
-        """What the rule measures, and the buffers as they will be. Must not write."""
+    def propose(
+        self, g: list[Tensor], buffers: Buffers, t: list[Tensor]
+    ) -> tuple[list[Tensor], Buffers]:
+        """What the rule measures, and the buffers as they will be. Must not write.
+
+        Args:
+            t: the steps before this one: of each block if `counts_blocks`, else one number.
+        """
         return g, {}
 
     def advance(self, u: list[Tensor], b: list[Tensor], buffers: Buffers) -> list[Tensor]:
@@ -92,6 +103,39 @@ class RunningMean(Direction):
         # At t = 0 no block has moved yet, and ĝ is 0.
         factor: Tensor = rule.unbiased(1 / b, self.beta, torch.clamp(t.to(b.dtype), min=1))
         return factor
+
+
+@dataclass(frozen=True, slots=True)
+class Adam(Direction):
+    """u = scale·m̂/√v̂, Adam's direction, measured by the rule: b ← b + ‖u‖²/b.
+
+    `rms` is √v, which neither overflows nor underflows where g does not. No entry of u is larger
+    than 2.35·scale, whatever the gradients.
+    """
+
+    scale: float
+    beta: float
+    beta2: float = 0.99
+    buffers: ClassVar[tuple[str, ...]] = ("m", "rms")
+    counts_blocks: ClassVar[bool] = True
+    touches_all: ClassVar[bool] = True
+    rate_in_rule: ClassVar[bool] = False
+    decays_by: ClassVar[Literal["lr", "rate"] | None] = None
+
+    def propose(
+        self, g: list[Tensor], buffers: Buffers, t: list[Tensor]
+    ) -> tuple[list[Tensor], Buffers]:
+        m = lists.lerp(buffers["m"], g, 1 - self.beta)  # m ← β₁·m + (1−β₁)·g
+        old, new = math.sqrt(self.beta2), math.sqrt(1 - self.beta2)
+        pairs = zip(buffers["rms"], g, strict=True)
+        rms = [torch.hypot(old * r, new * g) for r, g in pairs]  # v ← β₂·v + (1−β₂)·g²
+        u = [self._ratio(*each) for each in zip(m, rms, t, strict=True)]
+        return u, {"m": m, "rms": rms}
+
+    def _ratio(self, m: Tensor, rms: Tensor, t: Tensor) -> Tensor:
+        t = t.to(m.dtype) + 1
+        unbiased = (1 - self.beta2**t).sqrt() / (1 - self.beta**t)
+        return self.scale * unbiased * torch.where(rms == 0, m, m / rms)
 
 
 GRADIENT = Direction()

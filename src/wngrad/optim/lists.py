@@ -47,6 +47,7 @@ def _over_lists(name: str) -> Callable[..., None]:
     """The in-place operation `name` for every tensor of a list and its partners in the others."""
     together = getattr(torch, f"_foreach_{name}", None)
     single: Callable[..., Any] = getattr(Tensor, name)
+    apart: Callable[..., Any] = getattr(Tensor, name.rstrip("_"), single)
 
     def operation(tensors: Tensors, *others: Any, **options: Any) -> None:
         lists = [other for other in others if isinstance(other, list)]
@@ -56,7 +57,11 @@ def _over_lists(name: str) -> Callable[..., None]:
                 together(*part, *numbers, **options)
             return
         for each in zip(tensors, *lists, strict=True):
-            single(*each, *numbers, **options)
+            if torch.compiler.is_compiling() and apart is not single:
+                # A compiler takes the operation in place apart, and rounds once more than eagerly.
+                each[0].copy_(apart(*each, *numbers, **options))
+            else:
+                single(*each, *numbers, **options)
 
     return operation
 
@@ -66,6 +71,14 @@ add_ = _over_lists("add_")  # x ← x + alpha·y
 addcmul_ = _over_lists("addcmul_")  # x ← x + value·y·z
 addcdiv_ = _over_lists("addcdiv_")  # x ← x + value·y/z
 copy_ = _over_lists("copy_")  # x ← y
+lerp_ = _over_lists("lerp_")  # x ← x + w·(y − x)
+
+
+def lerp(start: list[Tensor], end: list[Tensor], weight: float) -> list[Tensor]:
+    """x + w·(y − x), as new tensors."""
+    if hasattr(torch, "_foreach_lerp") and _known(start, [end]):
+        return list(torch._foreach_lerp(start, end, weight))
+    return [torch.lerp(x, y, weight) for x, y in zip(start, end, strict=True)]
 
 
 _flatten = getattr(torch._C._nn, "flatten_dense_tensors", None)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wngrad import rule
 from wngrad.guard import guarded_b
-from wngrad.optim import blocks, lists
+from wngrad.optim import average, blocks, lists
 from wngrad.optim.directions import Buffers
 from wngrad.optim.rounding import rounded
 from wngrad.optim.views import SharedBlocks, View
@@ -128,11 +128,12 @@ class Kind:
         """The new b of all blocks, and which of them are finite."""
         old, lam = self._old, self._lam
         info = torch.finfo(old.dtype)
+        measured = lam if self._direction.rate_in_rule else 1.0
         new, finite = guarded_b(
             torch,
             old.to(sq.dtype, copy=self.settings.differentiable),
             sq,
-            lam,
+            measured,
             c=self.settings.c,
             floor=info.tiny / info.eps,
             hold=hold,
@@ -183,15 +184,13 @@ class Kind:
     def _move(self, move: _Move) -> None:
         """x_j ← x_{j-1} − λ·factor·d, in place where that is possible."""
         settings, lam, views = self.settings, self._lam, [item.view for item in move.items]
-        names = self._direction.buffers
+        names = tuple(views[0].buffers)
         wide = {views[0].p.dtype, *(v.buffers[n].dtype for n in names for v in views)} <= IN_PLACE
         copied = settings.differentiable or move.live is not None or not wide
         x = [working(view.p, copy=copied) for view in views]
         buffers = {n: [working(view.buffers[n], copy=copied) for view in views] for n in names}
         u = [gradient(item.unit, item.view) if item.u is None else item.u for item in move.items]
-        if settings.decoupled_weight_decay and settings.weight_decay:
-            keep = rule.decay(1.0, lam, settings.weight_decay)
-            lists.mul_(x, [keep] * len(x) if isinstance(keep, Tensor) else keep)
+        self._decay(x, move.rates)
         for name in move.items[0].buffers:
             lists.copy_(buffers[name], [item.buffers[name] for item in move.items])
         d = self._direction.advance(u, move.b, buffers)
@@ -201,8 +200,23 @@ class Kind:
             lists.addcmul_(x, d, [lam.to(x[0].device, x[0].dtype)] * len(x), value=-1)
         else:
             lists.add_(x, d, alpha=-lam)  # x_j ← x_{j-1} − λ d
+        if settings.average is not None:
+            t = move.t or [view.t + self._one for view in views]
+            weights = [average.weight(settings.average, t.to(x[0].dtype)) for t in t]
+            lists.lerp_(buffers["average"], x, weights)  # x̄ ← x̄ + (η+1)/(k+η)·(x − x̄)
         if copied:
             self._write(move, views, x, buffers)
+
+    def _decay(self, x: list[Tensor], rates: list[Tensor] | None) -> None:
+        """Decoupled weight decay: x ← x·(1 − w·λ), or x ← x·(1 − w·λ/b)."""
+        settings, by = self.settings, self._direction.decays_by
+        if not settings.decoupled_weight_decay or not settings.weight_decay or by is None:
+            return
+        if by == "rate" and rates is not None:
+            lists.mul_(x, [rule.decay(1.0, rate, settings.weight_decay) for rate in rates])
+            return
+        keep = rule.decay(1.0, self._lam, settings.weight_decay)
+        lists.mul_(x, [keep] * len(x) if isinstance(keep, Tensor) else keep)
 
     def _write(self, move: _Move, views: list[View], x: list[Tensor], buffers: Buffers) -> None:
         """Store copies, rounded as asked, where the blocks take this step."""

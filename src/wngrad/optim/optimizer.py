@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, cast, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from wngrad.optim import blocks, checks, fused, report, sharded, state
+from wngrad.optim import average, blocks, checks, diagnosis, fused, report, sharded, state
 from wngrad.optim.checks import Settings
 from wngrad.optim.directions import Direction
-from wngrad.optim.state import PER_BLOCK, Group, shape_of
+from wngrad.optim.state import Group, shape_of
 from wngrad.optim.step import plain_step
 from wngrad.optim.views import SharedBlocks, view
 
@@ -44,9 +45,11 @@ class BlockOptimizer(Optimizer):
     """
 
     own_settings: ClassVar[checks.Own] = ()  # the settings it adds, each with its check
+    other_defaults: ClassVar[checks.Options] = {}  # where they are not those of `checks.DEFAULTS`
 
     # Lets GradScaler hand `grad_scale` and `found_inf` to the step instead of synchronizing.
     _step_supports_amp_scaling = True
+    _swapped = False  # within `averaged`
 
     def __init__(self, params: ParamsT, settings: dict[str, Any]) -> None:
         own = [name for name, _ in self.own_settings]
@@ -54,7 +57,7 @@ class BlockOptimizer(Optimizer):
             raise TypeError(f"{self._owner}: `{name}` is not an argument, got {settings[name]!r}.")
         self._fused_engine = fused.Engine()
         order = ("lr", *own, *checks.DEFAULTS)
-        every = {**checks.DEFAULTS, **settings}
+        every = {**checks.DEFAULTS, **self.other_defaults, **settings}
         super().__init__(params, {name: every[name] for name in order})
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -65,7 +68,7 @@ class BlockOptimizer(Optimizer):
         if len(named) < len(signature.parameters):
             shared = [
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-                for name, default in checks.DEFAULTS.items()
+                for name, default in {**checks.DEFAULTS, **cls.other_defaults}.items()
                 if name not in signature.parameters
             ]
             cls.__signature__ = signature.replace(parameters=[*named[1:], *shared])  # type: ignore[attr-defined]
@@ -99,6 +102,8 @@ class BlockOptimizer(Optimizer):
     def _take(self) -> None:
         """The step itself, with the gradients there are."""
         engine, owner, own = self._engine, self._owner, self.own_settings
+        if self._swapped:
+            raise RuntimeError(f"{owner}: `step` must not be taken within `averaged`.")
         memo = None if torch.compiler.is_compiling() else engine.memo
         settings = [checks.settings(owner, group, own, memo) for group in self.param_groups]
         if memo is not None and engine.repeat(self, settings):
@@ -160,7 +165,8 @@ class BlockOptimizer(Optimizer):
             hold = its.hold_1d and p.dim() == 1
             shares = its.shares and not hold
             alone = not shares or len(each.group["params"]) == 1
-            member = view(p, self.state[p], each.direction, alone)
+            averages = its.average is not None
+            member = view(p, self.state[p], each.direction, alone, averages)
             if shares and each.number in together:
                 together[each.number].members.append(member)
                 continue
@@ -195,6 +201,7 @@ class BlockOptimizer(Optimizer):
     def _check_parameter(self, due: _Due) -> None:
         p, settings = due.p, due.settings
         touches_all = due.direction.touches_all or settings.weight_decay != 0
+        touches_all = touches_all or settings.average is not None
         checks.gradient(self._owner, p, cast(Tensor, p.grad), touches_all=touches_all)
         if settings.differentiable and p.is_leaf and p.requires_grad:
             raise ValueError(
@@ -270,7 +277,7 @@ class BlockOptimizer(Optimizer):
                 for p, key in zip(group["params"], saved["params"], strict=True):
                     for name, value in given["state"].get(key, {}).items():
                         if isinstance(value, Tensor):
-                            dtype = value.dtype if name in PER_BLOCK else p.dtype
+                            dtype = state.dtype_of(name, p, value)
                             self.state[p][name] = value.detach().to(p.device, dtype, copy=True)
 
         # Our check runs after the user's hooks of its kind, our cast before them.
@@ -297,6 +304,40 @@ class BlockOptimizer(Optimizer):
                 loaded, p = state_dict["state"].get(key, {}), own["params"][i]
                 shapes = state.wanted(group, i, self.direction(group, p))
                 state.check(self._owner, "`state_dict`", p, loaded, shapes)
+
+    # ------------------------------------------------------------ the average
+
+    @contextmanager
+    def averaged(
+        self, model: nn.Module | None = None, *, batches: Iterable[Any] | None = None
+    ) -> Iterator[None]:
+        """The averages in the model's place: `with opt.averaged(): evaluate(model)`.
+
+        Parameters are changed in place and put back at the end, bit for bit, also if something is
+        raised. No step can be taken meanwhile. Parameters without an average stay as they are.
+
+        Args:
+            model: to have the statistics of its batch normalization found again, since they belong
+                to the weights that training reads; they are put back, too.
+            batches: for that, some batches of training data, as `model` takes them (or tuples that
+                start with that), which are run through it once.
+        """
+        if self._swapped:
+            raise RuntimeError(f"{self._owner}: `averaged` must not be entered twice.")
+        with average.swapped(self, f"{self._owner}.averaged", model, batches):
+            self._swapped = True
+            try:
+                yield
+            finally:
+                self._swapped = False
+
+    def load_average(self) -> None:
+        """Copy the average into the parameters, for good: the end of training."""
+        average.load(self)
+
+    def average_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """`model.state_dict()` with copies of the averages in place of the parameters."""
+        return average.state_dict(self, model)
 
     # ------------------------------------------------------------ see what it does
 
@@ -330,6 +371,13 @@ class BlockOptimizer(Optimizer):
         """
         return report.skipped(self)
 
-    def diagnose(self) -> list[str]:
-        """What b says about the run so far, a line for each group. Waits for the device."""
-        return report.diagnose(self)
+    def diagnose(self, losses: Sequence[float | Tensor] | None = None) -> list[str]:
+        """What b says about the run so far, a line for each group. Waits for the device.
+
+        b alone cannot tell whether the network learns: hand in losses, and the first line says
+        whether they fall. Of sharded parameters, this rank's.
+
+        Args:
+            losses: training losses in the order of the steps, oldest first; at least 20.
+        """
+        return diagnosis.diagnose(self, losses)

@@ -32,6 +32,28 @@ def local_gradient(p: Tensor) -> Tensor:
     return local(g)
 
 
+def gathered(p: Tensor, t: Tensor) -> Tensor:
+    """All of a tensor that is sharded like `p`, of which `t` is this rank's part."""
+    if not is_sharded(p):
+        return t
+    from torch.distributed.tensor import DTensor
+
+    mesh, shape, stride = cast(Any, p).device_mesh, p.shape, p.stride()
+    whole = DTensor.from_local(t, mesh, _placements(p), shape=shape, stride=stride)
+    return whole.full_tensor()
+
+
+def part(p: Tensor, t: Tensor) -> Tensor:
+    """This rank's part of a tensor that every rank has, if it is sharded like `p`."""
+    if not is_sharded(p):
+        return t
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = cast(Any, p).device_mesh
+    whole = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim)
+    return local(whole.redistribute(placements=_placements(p)))
+
+
 def filled(
     p: Tensor, blocks: Shape, value: float, dtype: torch.dtype, *, one: bool = False
 ) -> Tensor:

@@ -19,6 +19,7 @@ Group = dict[str, Any]
 
 # Kept in these types whatever the parameter's dtype; all other state has the parameter's own.
 PER_BLOCK = ("b", "t", "skipped")
+AVERAGE = "average"  # of the parameter, in float32 or wider
 
 
 def shape_of(group: Group, i: int) -> blocks.Shape:
@@ -43,9 +44,10 @@ def wanted(group: Group, i: int, direction: Direction) -> dict[str, blocks.Shape
     if isinstance(per, list):
         per = tuple(per[i])
     made = _wanted if torch.compiler.is_compiling() else _cached
-    return made(
-        shape, per, direction.buffers, direction.counts_blocks, group["nonfinite"] == "skip"
-    )
+    buffers = direction.buffers
+    if group["average"] is not None:
+        buffers = (*buffers, AVERAGE)
+    return made(shape, per, buffers, direction.counts_blocks, group["nonfinite"] == "skip")
 
 
 def _wanted(
@@ -72,8 +74,18 @@ def make(group: Group, p: Tensor, state: dict[str, Tensor], keys: dict[str, bloc
         elif key in PER_BLOCK:
             kind = torch.int32 if key == "skipped" else dtype
             state[key] = sharded.filled(p, shape, 0, kind, one=one)
+        elif key == AVERAGE:
+            state[key] = p.detach().to(dtype_of(key, p), copy=True)
         else:
             state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+
+def dtype_of(key: str, p: Tensor, value: Tensor | None = None) -> torch.dtype:
+    """The type in which a state is kept; for what has one per block, that of `value`."""
+    if key in PER_BLOCK and value is not None:
+        return value.dtype
+    # Small changes are lost in an average of 16 bits.
+    return torch.promote_types(p.dtype, torch.float32) if key == AVERAGE else p.dtype
 
 
 def check(

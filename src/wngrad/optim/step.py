@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from wngrad.optim import blocks, checks, lists, move, sharded
-from wngrad.optim.directions import Buffers, Direction
+from wngrad.optim.directions import Direction
 from wngrad.optim.move import Item, Kind, gradient, traced, working
 from wngrad.optim.views import SharedBlocks, View, rows
 
@@ -162,19 +162,48 @@ def _propose(
     for direction, members in by_direction.items():
         if direction.measures_gradient:
             continue  # the gradient itself, made below when it is its turn
-        g = [gradient(*pairs[i]) for i in members]
-        before = _listed([pairs[i][1] for i in members], direction)
-        proposed, after = direction.propose(g, before)
+        inputs = [_Inputs.of(*pairs[i]) for i in members]
+        g, t = [each.g for each in inputs], [each.t for each in inputs]
+        before = {name: [each.buffers[name] for each in inputs] for name in direction.buffers}
+        proposed, after = direction.propose(g, before, t)
         for k, i in enumerate(members):
-            u[i], buffers[i] = proposed[k], {name: after[name][k] for name in after}
+            view = pairs[i][1]
+            u[i] = _as_view(view, proposed[k])
+            buffers[i] = {name: _as_view(view, after[name][k]) for name in after}
     for i, pair in enumerate(pairs):
         yield (u[i], buffers[i]) if i in u else (gradient(*pair), {})
 
 
-def _listed(views: list[View], direction: Direction) -> Buffers:
-    """The buffers of the views, in the type of the arithmetic."""
-    names = direction.buffers
-    return {name: [working(view.buffers[name]) for view in views] for name in names}
+class _Inputs(NamedTuple):
+    """What a direction is made from, in the type of the arithmetic and the parameter's shape."""
+
+    g: Tensor
+    buffers: dict[str, Tensor]
+    t: Tensor
+
+    @staticmethod
+    def of(unit: SharedBlocks, view: View) -> _Inputs:
+        g, names = gradient(unit, view), view.direction.buffers
+        buffers = {name: working(view.buffers[name]) for name in names}
+        if view.direction.needs_whole:
+            g = sharded.gathered(view.param, _as_parameter(view, g))
+            buffers = {
+                name: sharded.gathered(view.param, _as_parameter(view, buffer))
+                for name, buffer in buffers.items()
+            }
+        return _Inputs(g, buffers, view.t)
+
+
+def _as_parameter(view: View, t: Tensor) -> Tensor:
+    """In the parameter's shape, where blocks have cut its dimensions."""
+    return t.reshape(sharded.local(view.param).shape)
+
+
+def _as_view(view: View, t: Tensor) -> Tensor:
+    """As the rule wants it: this rank's part, its dimensions cut where blocks are."""
+    if view.direction.needs_whole:
+        t = sharded.part(view.param, t).reshape(view.p.shape)
+    return t
 
 
 # -------------------------------------------------------------------- squared norms, shared b

@@ -16,7 +16,7 @@ from torch import Tensor
 from wngrad.optim import blocks, sharded
 from wngrad.optim.checks import Settings
 from wngrad.optim.directions import Direction
-from wngrad.optim.state import PER_BLOCK
+from wngrad.optim.state import AVERAGE, PER_BLOCK
 
 
 @dataclass(slots=True)
@@ -58,13 +58,15 @@ class SharedBlocks:
         )
 
 
-def view(param: Tensor, state: dict[str, Tensor], direction: Direction, alone: bool) -> View:
+def view(
+    param: Tensor, state: dict[str, Tensor], direction: Direction, alone: bool, averages: bool
+) -> View:
     """The views of one parameter; `alone` if it shares its b with no other."""
+    names = (*direction.buffers, AVERAGE) if averages else direction.buffers
     p, groups, write_back = param, (), None
     if sharded.is_sharded(param):
         groups = sharded.cuts(param, state["b"])
-        names = (*PER_BLOCK, *direction.buffers)
-        state = {name: sharded.local(state[name]) for name in names if name in state}
+        state = {name: sharded.local(value) for name, value in state.items()}
         p, g = sharded.local(param), sharded.local_gradient(param)
     else:
         g = cast(Tensor, param.grad)
@@ -77,9 +79,9 @@ def view(param: Tensor, state: dict[str, Tensor], direction: Direction, alone: b
     shape = state["b"].shape
     if p.is_complex() or any(n != 1 != d != n for n, d in zip(shape, p.shape, strict=True)):
         small = {name: _small(p, state[name]) for name in PER_BLOCK if name in state}
-        large = {name: _large(state[name], shape) for name in direction.buffers}
+        large = {name: _large(state[name], shape) for name in names}
         p, g, state = _large(p, shape), _large(g, shape), {**small, **large}
-    buffers = {name: state[name] for name in direction.buffers}
+    buffers = {name: state[name] for name in names}
     skipped = state.get("skipped")
     return View(param, direction, p, g, state["b"], state["t"], skipped, buffers, groups,
                 write_back)  # fmt: skip

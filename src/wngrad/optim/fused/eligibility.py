@@ -75,6 +75,8 @@ def why_never(optimizer: Stepper, p: Tensor, settings: Settings) -> str | None:
         return f"no kernel knows the direction of `{type(optimizer).__name__}`"
     if settings.differentiable:
         return "`differentiable` is True"
+    if settings.average is not None:
+        return "`average` is not None"
     if _is_fake(p):
         return "it is fake, without memory"
     if runs_native(p, settings):

@@ -1,0 +1,172 @@
+"""WNMuon: the paper's rule over an orthogonalized direction. Nothing to tune."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, cast, get_args
+
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
+
+from wngrad.optim import checks, lists
+from wngrad.optim.directions import Adam, Buffers, Direction
+from wngrad.optim.matrices import Layout, Role, by_shape
+from wngrad.optim.optimizer import BlockOptimizer
+from wngrad.optim.orthogonal import orthogonalize_all
+from wngrad.optim.roles import matrix_groups
+
+_VECTOR_SCALE = 0.3  # the step of a vector's entry in units of a neuron's; docs/log.md
+
+
+@dataclass(frozen=True, slots=True)
+class Orthogonalized(Direction):
+    """m ← μ·m + (1−μ)·g,  u = orthogonalize(μ·m + (1−μ)·g)·max(1, √(out/in)).
+
+    Every singular value of a matrix counts the same (Muon; Jordan et al. 2024), and a neuron's row
+    of u has a norm of about 1, however wide the layer is and however large the gradient.
+    """
+
+    mu: float
+    layout: Layout
+    buffers: ClassVar[tuple[str, ...]] = ("m",)
+    touches_all: ClassVar[bool] = True
+    needs_whole: ClassVar[bool] = True
+    rate_in_rule: ClassVar[bool] = False
+    decays_by: ClassVar[Literal["lr", "rate"] | None] = "rate"
+
+    def propose(
+        self, g: list[Tensor], buffers: Buffers, t: list[Tensor]
+    ) -> tuple[list[Tensor], Buffers]:
+        m = lists.lerp(buffers["m"], g, 1 - self.mu)
+        ahead = lists.lerp(g, m, self.mu)
+        stacks = orthogonalize_all([self.layout.matrices(each) for each in ahead])
+        pairs = zip(stacks, g, strict=True)
+        u = [self.layout.scale(g.shape) * self.layout.restore(stack, g) for stack, g in pairs]
+        return u, {"m": m}
+
+
+@dataclass(frozen=True, slots=True)
+class OrthogonalizedRows(Orthogonalized):
+    """The same for an embedding: rows without a gradient in this step do not move or decay."""
+
+    decays_by: ClassVar[Literal["lr", "rate"] | None] = None
+
+    def propose(
+        self, g: list[Tensor], buffers: Buffers, t: list[Tensor]
+    ) -> tuple[list[Tensor], Buffers]:
+        u, after = Orthogonalized.propose(self, g, buffers, t)
+        seen = [(g != 0).flatten(1).any(1).view(-1, *[1] * (g.dim() - 1)) for g in g]
+        return [u * rows for u, rows in zip(u, seen, strict=True)], after
+
+
+def _role(owner: str, name: str, value: object) -> str | None:
+    return None if value is None else checks.one_of(owner, name, value, get_args(Role))
+
+
+def _layout(owner: str, name: str, value: object) -> tuple[str, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValueError(f"{owner}: `{name}` must be a pair (kind, pieces), got {value!r}.")
+    layout = Layout(*cast(Any, value))
+    return layout.kind, layout.pieces
+
+
+def _layout_of(group: dict[str, Any], p: Tensor) -> Layout | None:
+    """The layout of a group's parameter; None for a vector."""
+    if group["role"] == "vector":
+        return None
+    return Layout(*group["layout"]) if group["layout"] else by_shape(p)
+
+
+class WNMuon(BlockOptimizer):
+    """Muon's direction under WNGrad's learning rate: nothing to tune.
+
+    u = the momentum of a matrix, orthogonalized; b_j ← b_{j-1} + ‖u‖²/b_{j-1} for every neuron's
+    row, from b₁ = C; then x_j ← x_{j-1}·(1 − w·ρ/b_j) − ρ u/b_j. Since ‖u‖ ≈ 1, b = √(C² + 2k)
+    after k steps: a decay that nobody has to choose, for runs of any length. Vectors take Adam's
+    direction, at 0.3 ρ. Train with `step` as ever; evaluate the average of the weights:
+
+        with opt.averaged():
+            evaluate(model)
+
+    In one step no row moves by more than 1.15·max(1, √(out/in))·ρ/C, decay apart, and no entry of
+    a vector by more than 0.71·ρ/C; never more than ρ/2. Multiplying the loss by a constant changes
+    nothing (by a power of two, no bit).
+
+    Args:
+        params: a model, which says what each parameter is (see `matrix_groups`, and print it); or
+            parameters, or groups of them: then everything with two dimensions or more is a matrix
+            with one row for each index of dimension 0, and the rest are vectors.
+        lr: ρ, the length of a step in units of a neuron.
+        momentum: μ, and β₁ of the vectors.
+        b_init: C: as many steps are about alike as C²/2 is.
+        average: η of the polynomial average x̄ ← x̄ + (η+1)/(k+η)·(x − x̄), which training never
+            reads; None to save its memory, and to evaluate the weights themselves.
+        weight_decay: w, in units of the step; for matrices alone.
+        settings: as for `WNGrad`.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        >>> opt = WNMuon(model)
+        >>> for _ in range(10):
+        ...     loss = (model(torch.ones(1, 3)) - 1).square().sum()
+        ...     opt.zero_grad()
+        ...     loss.backward()
+        ...     opt.step()
+        >>> with opt.averaged():
+        ...     _ = model(torch.ones(1, 3))
+        >>> float(opt.rates()[model[0].weight].max()) <= 0.3 / 10
+        True
+
+    Note:
+        ρ, C, η, μ, w and the rest were chosen on four tasks and judged on others:
+        docs/nothing-to-tune.md.
+    """
+
+    own_settings: ClassVar[checks.Own] = (
+        ("momentum", checks.fraction),
+        ("role", _role),
+        ("layout", _layout),
+    )
+    other_defaults: ClassVar[checks.Options] = {
+        "b_init": 10.0,
+        "average": 8.0,
+        "weight_decay": 0.1,
+        "decoupled_weight_decay": True,
+    }
+
+    def __init__(
+        self,
+        params: ParamsT | nn.Module,
+        lr: float | Tensor = 0.3,
+        *,
+        momentum: float = 0.9,
+        **settings: Unpack[checks.Options],
+    ) -> None:
+        groups = matrix_groups(params) if isinstance(params, nn.Module) else params
+        own = {"lr": lr, "momentum": momentum, "role": None, "layout": None}
+        super().__init__(groups, {**own, **settings})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; "neuron" means the rows of its layout."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group["per"] != "neuron":
+            return
+        layouts = [_layout_of(group, p) for p in group["params"]]
+        if any(layout not in (None, Layout()) for layout in layouts):
+            pairs = zip(group["params"], layouts, strict=True)
+            group["per"] = [
+                (layout or Layout()).blocks(tuple(p.shape)) if p.dim() > 1 else tuple(p.shape)
+                for p, layout in pairs
+            ]
+
+    def direction(self, group: dict[str, Any], p: Tensor) -> Direction:
+        """Orthogonalized momentum for matrices, Adam's direction for vectors."""
+        layout, mu = _layout_of(group, p), group["momentum"]
+        if layout is None:
+            return Adam(_VECTOR_SCALE, mu)
+        rows_apart = group["role"] == "embedding"
+        return (OrthogonalizedRows if rows_apart else Orthogonalized)(mu, layout)

@@ -1,0 +1,229 @@
+"""The average that training never reads: into the model, out of it, and through checkpoints."""
+
+import copy
+
+import pytest
+import torch
+from conftest import backward, network, same, same_state, train, twins
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from wngrad import WNAdam, WNGrad, WNMuon, polynomial_average
+from wngrad.optim.average import weight
+
+MAKE = {
+    "wnmuon": WNMuon,
+    "wngrad": lambda params: WNGrad(params, average=3.0, momentum=0.9),
+    "wnadam": lambda params: WNAdam(params, average=8.0),
+}
+
+
+@pytest.fixture(params=MAKE)
+def make(request):
+    return MAKE[request.param]
+
+
+def batches(n=3):
+    torch.manual_seed(7)
+    return [torch.randn(5, 2, 4, 4) for _ in range(n)]
+
+
+def test_the_weights_of_the_iterates_are_those_of_a_polynomial():
+    """(j/k)^η, nearly, and they sum to 1: by unrolling the recursion."""
+    eta, k = 8.0, 400
+    weights = [0.0] * k
+    for j in range(1, k + 1):
+        w = weight(eta, j)
+        weights = [v * (1 - w) for v in weights]
+        weights[j - 1] = w
+    assert sum(weights) == pytest.approx(1)
+    assert weights[0] < 1e-12
+    for j in (100, 200, 300, 399):
+        assert weights[j - 1] / weights[-1] == pytest.approx((j / k) ** eta, rel=0.25)
+
+
+def test_training_never_reads_the_average(make):
+    a, b = twins()
+    ours, theirs = make(a.parameters()), make(b.parameters())
+    for group in theirs.param_groups:
+        group["average"] = None
+    train(a, ours, 5)
+    train(b, theirs, 5)
+    assert same(a, b)
+    assert not any("average" in state for state in theirs.state.values())
+
+
+def test_evaluation_sees_the_average_and_training_goes_on_where_it_was(make):
+    a, b = twins()
+    ours, theirs = make(a.parameters()), make(b.parameters())
+    train(a, ours, 4)
+    train(b, theirs, 4)
+    places = [p.data_ptr() for p in a.parameters()]
+    with ours.averaged():
+        for p in a.parameters():
+            assert torch.equal(p, ours.state[p]["average"])
+        assert not same(a, b)
+        assert [p.data_ptr() for p in a.parameters()] == places
+    assert same(a, b)
+    train(a, ours, 3, first=4)
+    train(b, theirs, 3, first=4)
+    assert same(a, b)
+    assert same_state(ours, theirs)
+
+
+def test_an_evaluation_that_raises_puts_everything_back(make):
+    a, b = twins()
+    opt = make(a.parameters())
+    train(a, opt, 2)
+    train(b, make(b.parameters()), 2)
+    with pytest.raises(ZeroDivisionError), opt.averaged():
+        raise ZeroDivisionError
+    assert same(a, b)
+    train(a, opt, 1)  # and steps are allowed again
+
+
+def test_no_step_and_no_second_entry_within():
+    model = network()
+    opt = WNMuon(model)
+    train(model, opt, 1)
+    backward(model)
+    with opt.averaged():
+        with pytest.raises(RuntimeError, match="`step` must not be taken within `averaged`"):
+            opt.step()
+        with pytest.raises(RuntimeError, match="must not be entered twice"), opt.averaged():
+            pass
+    opt.step()
+
+
+def test_before_the_first_step_the_average_is_the_model_itself():
+    a, b = twins()
+    with WNMuon(a).averaged():
+        assert same(a, b)
+
+
+def test_the_average_for_good_and_as_a_state_dict(make):
+    model = network()
+    opt = make(model.parameters())
+    train(model, opt, 3)
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    means = opt.average_state_dict(model)
+    assert means.keys() == own.keys()
+    assert all(torch.equal(model.state_dict()[name], own[name]) for name in own)
+    with opt.averaged():
+        assert all(torch.equal(model.state_dict()[name], means[name]) for name in own)
+    opt.load_average()
+    assert all(torch.equal(model.state_dict()[name], means[name]) for name in own)
+
+
+def test_tied_weights_are_averaged_under_both_names():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    model[1].weight = model[0].weight
+    opt = WNMuon(model)
+    for _ in range(3):
+        opt.zero_grad()
+        model(torch.tensor([1, 2])).square().sum().backward()
+        opt.step()
+    means = opt.average_state_dict(model)
+    assert torch.equal(means["0.weight"], means["1.weight"])
+    assert torch.equal(means["0.weight"], opt.state[model[0].weight]["average"])
+
+
+def test_swa_utils_holds_the_same_average():
+    a, b = twins()
+    ours, theirs = WNMuon(a), WNMuon(b, average=None)
+    swa = AveragedModel(b, avg_fn=polynomial_average(8.0))
+    for seed in range(6):
+        train(a, ours, 1, first=seed)
+        train(b, theirs, 1, first=seed)
+        swa.update_parameters(b)
+    with ours.averaged():
+        for p, q in zip(a.parameters(), swa.module.parameters(), strict=True):
+            assert torch.allclose(p, q, atol=1e-6)
+
+
+def normalized():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 4))
+
+
+def test_statistics_of_batch_normalization_are_found_again_and_put_back():
+    model = normalized()
+    opt = WNMuon(model)
+    for x in batches(6):
+        opt.zero_grad()
+        model(x).square().sum().backward()
+        opt.step()
+    before = copy.deepcopy(model.state_dict())
+    model.eval()
+    with opt.averaged(model, batches=batches()):
+        activations = model[0](torch.cat(batches()))
+        found = model[1].running_mean
+        assert torch.allclose(found, activations.mean((0, 2, 3)), atol=1e-5)
+        assert not model.training
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+
+
+def test_stale_statistics_are_refused():
+    model = normalized()
+    with (
+        pytest.raises(ValueError, match=r"WNMuon.averaged: `batches` must be given for a model"),
+        WNMuon(model).averaged(model),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match=r"WNMuon.averaged: `model` must be given with `batches`"),
+        WNMuon(model).averaged(batches=batches()),
+    ):
+        pass
+    assert WNMuon(network())  # without such layers no batches are needed
+    with WNMuon(network()).averaged(network()):
+        pass
+
+
+def test_the_average_survives_a_checkpoint_bit_for_bit(make):
+    a, b = twins()
+    ours, theirs = make(a.parameters()), make(b.parameters())
+    train(a, ours, 4)
+    b.load_state_dict(a.state_dict())
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+    assert same_state(ours, theirs)
+    train(a, ours, 2, first=4)
+    train(b, theirs, 2, first=4)
+    assert same(a, b)
+    assert same_state(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_average_of_half_precision_weights_is_wider_than_they_are(dtype):
+    """Late in a run the average moves by less than 16 bits can tell."""
+    p = nn.Parameter(torch.ones(2, 3, dtype=dtype))
+    opt = WNMuon([p])
+    for _ in range(3):
+        p.grad = torch.randn(2, 3).to(dtype)
+        opt.step()
+    assert opt.state[p]["average"].dtype == torch.float32
+    other = WNMuon([p])
+    other.load_state_dict(opt.state_dict())
+    assert torch.equal(other.state[p]["average"], opt.state[p]["average"])
+    before = p.detach().clone()
+    with opt.averaged():
+        assert torch.equal(p, opt.state[p]["average"].to(dtype))
+    assert torch.equal(p, before)
+
+
+def test_a_skipped_block_and_a_step_without_rate_leave_the_average_alone():
+    p = nn.Parameter(torch.randn(3, 4))
+    opt = WNGrad([p], average=8.0, nonfinite="skip")
+    p.grad = torch.randn(3, 4)
+    opt.step()
+    before = opt.state[p]["average"].clone()
+    p.grad[1] = torch.nan
+    opt.step()
+    changed = (opt.state[p]["average"] != before).any(1)
+    assert changed.tolist() == [True, False, True]
+    for lr in (0.0, torch.tensor(0.0)):
+        opt.param_groups[0]["lr"] = lr
+        p.grad = torch.randn(3, 4)
+        before = opt.state[p]["average"].clone()
+        opt.step()
+        assert torch.equal(opt.state[p]["average"], before)
