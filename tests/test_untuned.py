@@ -173,6 +173,7 @@ class Averaging(Recorder):
 def test_an_average_is_where_ours_is_evaluated_and_gets_batches_for_its_statistics():
     trainer = Trainer(TINY, "cpu")
     opt = Averaging(trainer)
+    opt.param_groups = [{"average": 8.0}]
     record = trainer.run(opt.method(), 1.0, 0, 12)
     assert record["loss"] == pytest.approx(math.log(3))
     assert opt.given[0] is trainer.gradient.model
@@ -181,7 +182,6 @@ def test_an_average_is_where_ours_is_evaluated_and_gets_batches_for_its_statisti
 
 def test_batch_statistics_are_estimated_anew_where_an_optimizer_switches_to_eval():
     trainer = Trainer(TINY, "cpu")
-    statistics: list[float] = []
 
     class Switching(Recorder):
         def train(self) -> None: ...
@@ -189,8 +189,7 @@ def test_batch_statistics_are_estimated_anew_where_an_optimizer_switches_to_eval
             trainer.gradient.model[1].running_mean.fill_(1e6)
 
     trainer.run(Switching(trainer).method(), 1.0, 0, 60)
-    statistics = trainer.gradient.model[1].running_mean.tolist()
-    assert max(map(abs, statistics)) < 1e6 * 0.9**49  # fifty batches, each with momentum 0.1
+    assert trainer.gradient.model[1].running_mean.abs().max() < 10
 
 
 def test_a_run_that_diverges_says_so():
@@ -432,7 +431,7 @@ def folder(tmp_path):
         for lam in METHODS["adamw"].lams
     }
     records |= made_up(TEXT, "adamw", curve) | made_up(TEXT, "muon", {0.01: [1.55, 1.56, 1.57]})
-    records |= made_up(TEXT, "wnmuon-rho", {0.1: [1.51] * 3})
+    records |= made_up(TEXT, "wnmuon-rho", {0.1: [1.51, 1.52, 1.53]})
     records |= made_up(TASKS["wine"], "wnmuon", {RHO: [0.9, 0.95]})
     records |= made_up(TASKS["wine"], "default-dog", {1.0: [0.8, 0.85]})
     lost = Run("shakespeare", "adamw", 1.0, 2, TEXT.steps)
@@ -462,7 +461,7 @@ def test_the_page_keeps_what_was_written_by_hand_and_fills_its_regions(folder):
     assert cells[6] == "-0.0900 ± 0.0058: ahead (n = 3)"
     assert "DoG, averaged: 82.50 ± 3.54 % (n = 2)" in text
     assert "| WNMuon | 1.0 | 2 |" in text
-    assert "| shakespeare | 1.52 ± 0.02 (n = 3) | 1.51 ± 0 (n = 3) | – | – | – |" in text
+    assert "| shakespeare | 1.52 ± 0.02 (n = 3) | 1.52 ± 0.01 (n = 3) | – | – | – |" in text
 
 
 def test_a_report_without_records_is_one_line_and_exit_code_2(tmp_path, capsys):
@@ -473,7 +472,6 @@ def test_a_report_without_records_is_one_line_and_exit_code_2(tmp_path, capsys):
 # ----------------------------------------------------------------------- ours, and the GPU
 
 
-@pytest.mark.skipif(not hasattr(wngrad, "WNMuon"), reason="no WNMuon yet")
 def test_our_defaults_are_the_ones_that_are_moved():
     settings = inspect.signature(wngrad.WNMuon).parameters
     assert (settings["lr"].default, settings["b_init"].default) == (RHO, C)
@@ -482,6 +480,22 @@ def test_our_defaults_are_the_ones_that_are_moved():
 def test_the_moved_settings_are_a_third_and_three_times_a_tenth_and_ten_times():
     assert METHODS["wnmuon-rho"].lams == pytest.approx((RHO / 3, RHO * 3))
     assert METHODS["wnmuon-c"].lams == pytest.approx((C / 10, C * 10))
+
+
+def test_a_step_that_is_captured_writes_its_state_in_place():
+    """A replay reads where the capture read: state must not move to new memory."""
+    for method in (each for each in METHODS.values() if each.captured):
+        model = TINY.network(0)
+        opt = method.build(model, TINY, method.lams[0], 12)
+        places = []
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.randn(8, 1, 4, 4)).square().sum().backward()
+            opt.step()
+            state = [value for each in opt.state.values() for value in each.values()]
+            places.append([tensor.data_ptr() for tensor in (*state, *model.parameters())])
+        assert places[1] == places[2]
+        assert len(places[1]) > 20
 
 
 @pytest.mark.gpu

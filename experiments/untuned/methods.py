@@ -78,9 +78,7 @@ def half_decades(middle: float, each_side: int) -> tuple[float, ...]:
 
 def ours(model: nn.Module, **settings: float) -> Any:
     """WNMuon, from the network alone unless a setting is moved."""
-    if make := getattr(wngrad, "WNMuon", None):
-        return make(model, **settings)
-    return wngrad.WNAdam(model.parameters(), **settings)  # type: ignore[arg-type]
+    return wngrad.WNMuon(model, **settings)  # type: ignore[arg-type]
 
 
 def wnmuon(model: nn.Module, task: Task, lam: float, steps: int) -> Any:

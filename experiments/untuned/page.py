@@ -163,7 +163,8 @@ def _runs(results: Results) -> list[str]:
     for task in results.tasks:
         own = [r for r in records if r["task"] == task.name]
         grid = [len(seeds) for seeds in results.lams(task, "adamw").values()]
-        seeds = f"{len(grid)} λ with {min(grid)} to {max(grid)} seeds" if grid else "–"
+        counts = " to ".join(map(str, sorted({min(grid), max(grid)}))) if grid else ""
+        seeds = f"{len(grid)} λ, seeds: {counts}" if grid else "–"
         devices = sorted({f"{r['environment']['device']}, {r['precision']}" for r in own})
         length = f"{task.steps:,} × {task.batch:,}"
         lost = sum(r["diverged"] for r in own)

@@ -158,16 +158,14 @@ class Trainer:
     @contextmanager
     def _at_evaluation(self, opt: Any, draws: Tensor) -> Iterator[None]:
         """The average, where there is one; statistics of batches are estimated there anew."""
-        model, recent = self.gradient.model, draws[-STATISTICS:] if self.task.batch_norm else ()
-        inputs = (self.task.examples(self.gradient.split, draw)[0] for draw in recent)
-        if hasattr(opt, "averaged"):
+        model, split = self.gradient.model, self.gradient.split
+        inputs = (self.task.examples(split, draw)[0] for draw in draws[-STATISTICS:])
+        if any(group.get("average") is not None for group in opt.param_groups):
             with opt.averaged(model, batches=inputs) if self.task.batch_norm else opt.averaged():
                 yield
             return
         if _switch(opt, "eval") and self.task.batch_norm:
-            model.train()
-            for x in inputs:
-                model(x)
+            torch.optim.swa_utils.update_bn(inputs, model)
         yield
 
 
