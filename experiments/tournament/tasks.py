@@ -72,15 +72,23 @@ def deep_mlp(inputs: int = 784, classes: int = 10, width: int = 100, layers: int
 class CharTransformer(nn.Module):
     """A small GPT: characters in, the logits of the next one out, as (batch, letters, context)."""
 
-    def __init__(self, width: int = 96, layers: int = 3, heads: int = 4) -> None:
+    def __init__(
+        self,
+        width: int = 96,
+        layers: int = 3,
+        heads: int = 4,
+        *,
+        letters: int = LETTERS,
+        context: int = CONTEXT,
+    ) -> None:
         super().__init__()
-        self.letters, self.places = nn.Embedding(LETTERS, width), nn.Embedding(CONTEXT, width)
+        self.letters, self.places = nn.Embedding(letters, width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, LETTERS, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, letters, bias=False)
         for part in self.modules():
             if isinstance(part, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(part.weight, std=0.02)  # as GPT-2
-        self.register_buffer("order", torch.arange(CONTEXT), persistent=False)
+        self.register_buffer("order", torch.arange(context), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.letters(x) + self.places(self.order)
