@@ -20,6 +20,7 @@ from experiments.untuned.plan import Plan, Run, append, read
 from experiments.untuned.tasks import TASKS
 
 PATIENCE = 1.0  # seconds to wait for news before looking at the clock
+BROKEN = "CUDA error"
 KNOWN = Path("results/untuned")  # records that are never made again
 
 
@@ -117,6 +118,7 @@ class Runner:
         self.plan, self.out, self.say = plan, out, say
         self.records = {**read(KNOWN), **read(out)}
         self.failed: set[Run] = set()
+        self._broken: Counter[Run] = Counter()  # how often a run's process was
         self.until = time.monotonic() + limit if limit else float("inf")
         self._cpu_workers = cpu_workers
         devices = ["cuda"] * workers * (device == "cuda") + ["cpu"] * cpu_workers
@@ -173,9 +175,11 @@ class Runner:
         try:
             record = worker.pipe.recv()
         except (EOFError, OSError):
-            record = "its process died"
+            record = f"{BROKEN}: its process died"
+        if isinstance(record, str) and BROKEN in record:  # which nothing in that process survives
             worker.stop()
             worker.start()
+            self._broken[run] += 1
         worker.run = None
         text = f"{run.task}, {run.method} at λ = {run.lam:g}, seed {run.seed}, {run.steps} steps"
         if isinstance(record, tuple):  # in a new process, since a broken capture leaves traces
@@ -185,8 +189,10 @@ class Runner:
             worker.start()
             return
         if isinstance(record, str):
-            self.failed.add(run)
-            self.say(f"{text}: failed, not recorded: {record}")
+            again = self._broken[run] == 1  # It may not have been this run that broke it.
+            if not again:
+                self.failed.add(run)
+            self.say(f"{text}: {'once more' if again else 'failed, not recorded'}: {record}")
             return
         self.records[run] = append(self.out, run, record)
         result = "diverged" if record["diverged"] else f"loss {record['loss']:.4f}"

@@ -23,6 +23,7 @@ COEFFICIENTS = (
     (3.25471, -2.30939, 0.446269),
     (2.29076, -1.59282, 0.376506),
 )
+_NOTHING = 1e-9  # of a matrix's norm
 _ABOVE = 1.02  # how much larger than the bound on σ that is divided by, for the same reason
 
 # What the singular values of a result lie between: all of them; and those that were at least
@@ -69,7 +70,9 @@ def _scaled(x: Tensor) -> Tensor:
     top = x.abs().amax((-2, -1), keepdim=True)
     x = x / torch.where(top > 0, top, 1)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return x / torch.where(norm > 0, norm, 1)
+    x = x / torch.where(norm > 0, norm, 1)
+    # Too small to matter, and its powers would be denormal, at which some processors are slow.
+    return torch.where(x.abs() < _NOTHING, 0, x)
 
 
 def _polynomials(x: Tensor) -> Tensor:
