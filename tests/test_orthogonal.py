@@ -7,13 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from wngrad.optim.orthogonal import (
-    COEFFICIENTS,
-    LARGEST,
-    LEAST,
-    orthogonalize,
-    orthogonalize_all,
-)
+from wngrad.optim.orthogonal import orthogonalize, orthogonalize_all
+from wngrad.polynomials import COEFFICIENTS, LARGEST, LEAST
 
 SPECTRA = {
     "one": lambda r: np.eye(1, r)[0],

@@ -343,8 +343,10 @@ def compiled_scale(func):
 def test_a_step_at_rate_zero_changes_nothing(make):
     params = tree()
     _, state = compiled(make)(1.0, params, make().init(params), tree(1))
-    after, new = compiled(make)(0.0, params, state, tree(2))
+    bad = jax.tree.map(lambda g: jnp.where(g > 0, jnp.nan, g), tree(2))
+    after, new = compiled(make)(0.0, params, state, bad)
     assert equal(params, after)
+    assert equal(optax.tree.get(state, "skipped"), optax.tree.get(new, "skipped"))
     for name in ("b", "buf", "m", "t"):
         assert equal(optax.tree.get(state, name, 0), optax.tree.get(new, name, 0))
 

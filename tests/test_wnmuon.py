@@ -11,7 +11,7 @@ from torch import nn
 
 from conftest import backward, network, same, train
 from wngrad import WNMuon, matrix_groups, step_in_backward
-from wngrad.optim.orthogonal import COEFFICIENTS, LARGEST
+from wngrad.polynomials import COEFFICIENTS, LARGEST
 
 RHO, C, ETA, MU, DECAY = 0.3, 10.0, 8.0, 0.9, 0.1
 

@@ -60,3 +60,8 @@ def adagrad_norm(b: Array, sq_norm: Array, lam: Array) -> Array:
 def decay(x: Array, lam: Array, weight_decay: Array) -> Array:
     """Decoupled weight decay: x ← x·(1 − λ·w), before the step and outside the norm."""
     return x * (1 - lam * weight_decay)
+
+
+def polynomial_weight(eta: Array, k: Array) -> Array:
+    """(η+1)/(k+η): how much of the k-th iterate the polynomial average takes over."""
+    return (eta + 1) / (k + eta)

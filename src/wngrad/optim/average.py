@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from wngrad import rule
 from wngrad.optim.state import AVERAGE
 
 T = TypeVar("T", float, Tensor)
@@ -25,7 +26,8 @@ T = TypeVar("T", float, Tensor)
 
 def weight(eta: float, k: T) -> T:
     """(η+1)/(k+η): how much of the k-th iterate the average takes over; all of the first."""
-    return (eta + 1) / (k + eta)
+    share: T = rule.polynomial_weight(eta, k)
+    return share
 
 
 def polynomial_average(eta: float = 8.0) -> Callable[[Tensor, Tensor, Any], Tensor]:

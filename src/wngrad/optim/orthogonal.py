@@ -1,8 +1,6 @@
 """Orthogonalization: the nearest matrix with all singular values 1, by products of matrices alone.
 
-An odd polynomial of a matrix is that polynomial of its singular values. Five quintics in a row,
-each the best for the interval that the one before it has left (Amsel et al. 2025, "The Polar
-Express"), bring everything from 1/1000 of the largest singular value upward close to 1.
+The polynomials, and what they are for, are in `wngrad.polynomials`.
 """
 
 from __future__ import annotations
@@ -12,23 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# σ ← a·σ + b·σ³ + c·σ⁵. Each minimizes max |1 − p(σ)| over an interval: the first over [0.001, 1],
-# each further one over the image of the one before it, widened by 3 % at the top, since what is
-# rounded may lie above it, where these polynomials soon grow without bound.
-# `tests/test_orthogonal.py` finds them again.
-COEFFICIENTS = (
-    (8.47033, -25.1081, 18.6293),
-    (4.06356, -2.8473, 0.501291),
-    (3.86353, -2.71752, 0.48793),
-    (3.25471, -2.30939, 0.446269),
-    (2.29076, -1.59282, 0.376506),
-)
-_NOTHING = 1e-9  # of a matrix's norm
-_ABOVE = 1.02  # how much larger than the bound on σ that is divided by, for the same reason
-
-# What the singular values of a result lie between: all of them; and those that were at least
-# 1/1000 of the largest, in a matrix of rank 2^15 at most.
-LARGEST, LEAST = 1.15, 0.25
+from wngrad.polynomials import ABOVE, COEFFICIENTS, NOTHING
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -72,7 +54,7 @@ def _scaled(x: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     x = x / torch.where(norm > 0, norm, 1)
     # Too small to matter, and its powers would be denormal, at which some processors are slow.
-    return torch.where(x.abs() < _NOTHING, 0, x)
+    return torch.where(x.abs() < NOTHING, 0, x)
 
 
 def _polynomials(x: Tensor) -> Tensor:
@@ -81,7 +63,7 @@ def _polynomials(x: Tensor) -> Tensor:
     square = gram @ gram
     # (Σσ⁸)^⅛ is at least the largest σ, and at most rank^⅛ times as much.
     norm = torch.linalg.vector_norm(square, dim=(-2, -1), keepdim=True, dtype=_sum_type(x))
-    scale = 1 / (_ABOVE * torch.where(norm > 0, norm, 1).sqrt().sqrt())
+    scale = 1 / (ABOVE * torch.where(norm > 0, norm, 1).sqrt().sqrt())
     mixed = (b * scale**2) * gram + (c * scale**4) * square
     x = (x * scale).to(x.dtype)
     x = _next(x, a, mixed.to(x.dtype))

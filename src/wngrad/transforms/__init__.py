@@ -1,4 +1,4 @@
-"""The JAX twin: WNGrad and WN-Adam as optax transformations.
+"""The JAX twin: WNGrad, WN-Adam and WNMuon as optax transformations.
 
 >>> import jax.numpy as jnp, optax
 >>> from wngrad.transforms import wngrad
@@ -12,6 +12,13 @@
 (1, 2)
 """
 
+from wngrad.transforms.average import (
+    PolynomialAverageState,
+    averaged_params,
+    polynomial_average,
+)
+from wngrad.transforms.layouts import MatrixAxes, flax_layout
+from wngrad.transforms.muon import WNMuonState, wnmuon
 from wngrad.transforms.neurons import flax_neuron_axis, neuron_axis_of
 from wngrad.transforms.optimizers import (
     WNAdamState,
@@ -21,14 +28,23 @@ from wngrad.transforms.optimizers import (
     wn_adam,
     wngrad,
 )
+from wngrad.transforms.orthogonal import orthogonalize
 
 __all__ = [
+    "MatrixAxes",
+    "PolynomialAverageState",
     "WNAdamState",
     "WNGradState",
+    "WNMuonState",
+    "averaged_params",
+    "flax_layout",
     "flax_neuron_axis",
     "neuron_axis_of",
+    "orthogonalize",
+    "polynomial_average",
     "scale_by_wn_adam",
     "scale_by_wngrad",
     "wn_adam",
     "wngrad",
+    "wnmuon",
 ]

@@ -96,7 +96,9 @@ class Blocks:
         new, finite = guarded_b(
             jnp, b, None, lam, c=self.c, floor=floor, norm=norm, narrow=lambda w: w.astype(b.dtype)
         )
-        live = (new != 0) & (jnp.asarray(lam) != 0)
+        still = jnp.asarray(lam) == 0  # A step without rate changes nothing, whatever the gradient.
+        new, finite = jnp.where(still, b, new), finite | still
+        live = (new != 0) & ~still
         divisor = jnp.where(new == 0, 1, new)
         if self.skip:
             return jnp.where(finite, new, b), divisor, live & finite, (~finite).sum()

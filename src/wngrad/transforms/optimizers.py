@@ -10,6 +10,7 @@ import optax
 
 from wngrad import rule
 from wngrad.transforms.blocks import Blocks, Growth, wider
+from wngrad.transforms.chains import is_off, like, narrowed, zero
 from wngrad.transforms.checks import checked
 from wngrad.transforms.settings import BInit, NeuronAxis, Nonfinite, Number, Per, PyTree, Rate
 
@@ -101,7 +102,7 @@ def scale_by_wngrad(
     λ enters b; `optax.scale_by_learning_rate` has to follow.
     """
     blocks = Blocks("scale_by_wngrad", learning_rate, b_init, per, neuron_axis, nonfinite)
-    return _narrowed(_scaling(_Momentum(blocks, momentum)))
+    return narrowed(_scaling(_Momentum(blocks, momentum)))
 
 
 def scale_by_wn_adam(
@@ -115,7 +116,7 @@ def scale_by_wn_adam(
 ) -> optax.GradientTransformation:
     """g ↦ ĝ_j/((1−βᵗ)·b_j) with b from the raw gradient; to be followed as `scale_by_wngrad`."""
     blocks = Blocks("scale_by_wn_adam", learning_rate, b_init, per, neuron_axis, nonfinite)
-    return _narrowed(_scaling(_RunningMean(blocks, beta)))
+    return narrowed(_scaling(_RunningMean(blocks, beta)))
 
 
 # ---------------------------------------------------------------- directions
@@ -127,11 +128,11 @@ class _Momentum:
     def __init__(self, blocks: Blocks, momentum: Number | None) -> None:
         self.blocks = blocks
         self.mu = checked(blocks.owner, "momentum", momentum, below=1.0)
-        self.buffered = not _is_off(self.mu)
+        self.buffered = not is_off(self.mu)
 
     def first(self, params: PyTree, b: PyTree) -> WNGradState:
         buf = jax.tree.map(jnp.zeros_like, params) if self.buffered else None
-        return WNGradState(_zero(), b, buf, _zero())
+        return WNGradState(zero(), b, buf, zero())
 
     def next(self, g: PyTree, new: Growth, state: WNGradState) -> tuple[PyTree, dict[str, PyTree]]:
         """The direction, and the buffers to store."""
@@ -142,7 +143,7 @@ class _Momentum:
             lambda g, b, on, old: jnp.where(on, rule.momentum(wider(old), g, b, self.mu), old),
             g, new.divisor, new.live, state.buf,
         )  # fmt: skip
-        return buf, {"buf": _like(buf, state.buf)}
+        return buf, {"buf": like(buf, state.buf)}
 
 
 class _RunningMean:
@@ -154,7 +155,7 @@ class _RunningMean:
 
     def first(self, params: PyTree, b: PyTree) -> WNAdamState:
         m, t = (jax.tree.map(jnp.zeros_like, tree) for tree in (params, b))
-        return WNAdamState(_zero(), b, m, t, _zero())
+        return WNAdamState(zero(), b, m, t, zero())
 
     def next(self, g: PyTree, new: Growth, state: WNAdamState) -> tuple[PyTree, dict[str, PyTree]]:
         """The direction, and the buffers to store."""
@@ -169,7 +170,7 @@ class _RunningMean:
             lambda m, b, t: rule.unbiased(m, self.beta, jnp.maximum(t, 1)) / b,
             m, new.divisor, self.blocks.spread(t, g),
         )  # fmt: skip
-        return direction, {"m": _like(m, state.m), "t": t}
+        return direction, {"m": like(m, state.m), "t": t}
 
 
 # ---------------------------------------------------------------- parts of a chain
@@ -207,42 +208,9 @@ def _descent(
         raise TypeError(
             f"{owner}: `decoupled_weight_decay` must be True or False, got {decoupled!r}."
         )
-    off = _is_off(decay)
+    off = is_off(decay)
     parts = [_scaling(direction, None if off or not decoupled else decay)]
     if not off and not decoupled:
         parts.insert(0, optax.add_decayed_weights(decay))
     chain = optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
-    return _narrowed(chain, None if off else owner)
-
-
-def _narrowed(
-    wide: optax.GradientTransformation, needs_params: str | None = None
-) -> optax.GradientTransformationExtraArgs:
-    """Updates in the gradients' type, rounded once, at the end."""
-    inner = optax.with_extra_args_support(wide)
-
-    def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
-    ) -> tuple[PyTree, Any]:
-        if needs_params is not None and params is None:
-            raise ValueError(
-                f"{needs_params}: `params` must be given to `update`, since `weight_decay` needs "
-                f"them, got None."
-            )
-        new, state = inner.update(updates, state, params, **extra)
-        return _like(new, updates), state
-
-    return optax.GradientTransformationExtraArgs(inner.init, update)
-
-
-def _is_off(setting: Any) -> bool:
-    """Whether μ or a decay is known to be 0; a traced one is not."""
-    return setting is None or (isinstance(setting, float) and setting == 0)
-
-
-def _like(tree: PyTree, leaves: PyTree) -> PyTree:
-    return jax.tree.map(lambda new, old: new.astype(old.dtype), tree, leaves)
-
-
-def _zero() -> jax.Array:
-    return jnp.zeros((), jnp.int32)
+    return narrowed(chain, None if off else owner)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+from wngrad.transforms.layouts import LayoutFunction
 from wngrad.transforms.neurons import Axes, AxisFunction
 
 PyTree = Any
@@ -14,3 +15,4 @@ NeuronAxis = Axes | AxisFunction
 BInit = Number | Literal["gradient"] | tuple[Literal["gradient"], float]
 Per = Literal["neuron", "tensor", "model"]
 Nonfinite = Literal["propagate", "skip"]
+Layout = LayoutFunction | PyTree  # or a tree of labels

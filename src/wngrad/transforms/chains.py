@@ -1,0 +1,64 @@
+"""Parts of an optax chain that the optimizers here share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from wngrad.transforms.settings import PyTree
+
+
+def narrowed(
+    wide: optax.GradientTransformation, needs_params: str | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Updates in the gradients' type, rounded once, at the end.
+
+    Args:
+        wide: gives its updates in float32 or wider.
+        needs_params: the owner of a `weight_decay`, which must be given the parameters.
+    """
+    inner = optax.with_extra_args_support(wide)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, Any]:
+        if needs_params is not None and params is None:
+            raise ValueError(
+                f"{needs_params}: `params` must be given to `update`, since `weight_decay` needs "
+                f"them, got None."
+            )
+        new, state = inner.update(updates, state, params, **extra)
+        return like(new, updates), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def is_off(setting: Any) -> bool:
+    """Whether μ or a decay is known to be 0; a traced one is not."""
+    return setting is None or (isinstance(setting, float) and setting == 0)
+
+
+def like(tree: PyTree, leaves: PyTree) -> PyTree:
+    """A tree in the types of another."""
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), tree, leaves)
+
+
+def zero() -> jax.Array:
+    """A count at its start."""
+    return jnp.zeros((), jnp.int32)
+
+
+def placed_by_compiler(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """f(x), placed as x is, where products of matrices must not ask how to place their results.
+
+    Under a mesh with explicit axes they do; older versions of JAX have no such meshes.
+    """
+    sharding = jax.typeof(x).sharding if hasattr(jax, "typeof") else None
+    if sharding is None or not sharding.mesh.explicit_axes:
+        return f(x)
+    placed: jax.Array = jax.sharding.auto_axes(f, out_sharding=sharding)(x)
+    return placed
