@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from wngrad import WNAdam, WNGrad, WNMuon, neuron_groups
+from wngrad import WNAdam, WNGrad, WNMuon, neuron_groups, step_in_backward
 
 CASES = {
     "neuron": (WNGrad, {}),
@@ -178,6 +178,9 @@ def refusals(mesh, shard):
     with pytest.raises(ValueError) as info:  # noqa: PT011
         opt.step()
     messages.append(str(info.value))
+    with pytest.raises(ValueError) as info:  # noqa: PT011
+        step_in_backward(WNMuon(layer))
+    messages.append(str(info.value))
     return messages
 
 
@@ -197,6 +200,7 @@ def test_fsdp_over_tensor_parallelism_is_plain_training(four, name):
 
 
 def test_what_cannot_be_served_is_said_on_every_rank(four):
-    placed, raised = four["refused"]
+    placed, raised, waiting = four["refused"]
     assert "`joint` parameters must be sharded alike" in placed
     assert "`nonfinite` is 'raise'" in raised
+    assert "`params` that are orthogonalized must not be sharded" in waiting

@@ -49,8 +49,8 @@ def step_in_backward(optimizer: BlockOptimizer) -> Released:
     no gradient. Rule, state and checkpoints are those of the ordinary loop, bit for bit.
 
     Args:
-        optimizer: a `WNGrad` or `WNAdam`, but neither `per="model"` nor `nonfinite="raise"`, which
-            need every gradient first.
+        optimizer: one of ours, but neither `per="model"` nor `nonfinite="raise"`, which need every
+            gradient first.
 
     Returns:
         A handle with `remove()`, which is a context manager, too.
@@ -75,7 +75,7 @@ def step_in_backward(optimizer: BlockOptimizer) -> Released:
     _refuse_scaler(optimizer)
     for group in optimizer.param_groups:
         _check_settings(group)
-        _check_places(group)
+        _check_places(optimizer, group)
     hooks = [optimizer.register_step_pre_hook(_refuse_scaler)]
     for part in _parts(optimizer):
         hooks += [p.register_post_accumulate_grad_hook(part) for p in part.params]
@@ -147,7 +147,7 @@ def _check_settings(group: Group) -> None:
         _refuse("`differentiable` must be False, since a gradient is freed once it is used.")
 
 
-def _check_places(group: Group) -> None:
+def _check_places(optimizer: BlockOptimizer, group: Group) -> None:
     params: list[Tensor] = group["params"]
     if group["joint"] and len({p.device for p in params}) > 1:
         _refuse(
@@ -156,6 +156,11 @@ def _check_places(group: Group) -> None:
         )
     for i, p in enumerate(params):
         if sharded.is_sharded(p):
+            if optimizer.direction(group, p).needs_whole:
+                _refuse(
+                    f"`params` that are orthogonalized must not be sharded, or backward would wait "
+                    f"for other ranks, got one of shape {tuple(p.shape)}; step after backward."
+                )
             if sharded.is_cut(p, shape_of(group, i)):
                 _refuse(
                     f"`per` must leave blocks whole on a rank, or backward would wait for other "
