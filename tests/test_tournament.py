@@ -59,6 +59,7 @@ CLASSES = {
     "adamw": "torch.optim:AdamW",
     "adagrad": "torch.optim:Adagrad",
     "adagrad-norm": "experiments.tournament.contestants:AdaGradNorm",
+    "wnmuon": "wngrad.optim:WNMuon",
     "wngrad": "wngrad.optim:WNGrad",
     "wngrad-tensor": "wngrad.optim:WNGrad",
     "wngrad-momentum": "wngrad.optim:WNGrad",

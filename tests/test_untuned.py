@@ -31,6 +31,12 @@ from wngrad.lab.report.cells import Cell
 DIGITS, WINE, TEXT = TASKS["digits-mlp"], TASKS["wine"], TASKS["shakespeare"]
 
 
+@pytest.fixture(autouse=True)
+def _no_known_records(tmp_path, monkeypatch):
+    """The published records must not count here."""
+    monkeypatch.setattr("experiments.untuned.run.KNOWN", tmp_path / "nothing")
+
+
 def normalized() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3)

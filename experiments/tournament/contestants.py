@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from wngrad import rule
 from wngrad.lab.optimizers import OPTIMIZERS
 from wngrad.lab.train.loader import did_you_mean
-from wngrad.optim import WNAdam, WNGrad
+from wngrad.optim import WNAdam, WNGrad, WNMuon
 
 T = TypeVar("T")
 Params = Iterable[nn.Parameter]
@@ -78,6 +78,7 @@ adagrad: Make = torch.optim.Adagrad
 wngrad_tensor: Make = partial(WNGrad, per="tensor")
 wngrad_momentum_tensor: Make = partial(WNGrad, momentum=0.9, per="tensor")
 wnadam_tensor: Make = partial(WNAdam, per="tensor")
+wnmuon: Make = WNMuon
 
 
 class AdaGradNorm(Optimizer):
@@ -211,6 +212,7 @@ CONTESTANTS: tuple[Contestant, ...] = (
     Contestant("adagrad", "Adagrad", 1e-2, _TORCH, True),
     Contestant("adagrad-norm", "AdaGrad-Norm", 1.0,
                "Ward, Wu, Bottou (2019): η = 1; they move b₀, here 1/λ", True, "wngrad"),
+    Contestant("wnmuon", "WNMuon", 0.3, f"{_OURS}, evaluated at its average", True, "wngrad"),
     _known("wngrad", 1.0, _OURS, "wngrad"),
     Contestant("wngrad-tensor", "WNGrad per tensor", 1.0, _OURS, True, "wngrad"),
     _known("wngrad-momentum", 1.0, f"{_OURS}, momentum 0.9", "wngrad"),

@@ -15,6 +15,7 @@ from wngrad.lab.optimizers import OPTIMIZERS
 COLUMNS = 2
 # Ours are drawn thick, per tensor dashed, in the lab's colours.
 OURS = {name: OPTIMIZERS[name].style.color for name in ("wngrad", "wngrad-momentum", "wnadam")}
+OURS["wnmuon"] = "#000000"
 LAB = {name: OPTIMIZERS[name].style for name in ("sgd", "sgd-momentum", "adam")}
 # fmt: off
 STYLES = {name: (style.color, style.marker) for name, style in LAB.items()} | {

@@ -178,7 +178,7 @@ METHODS: dict[str, Method] = {method.name: method for method in (
     Method("schedulefree-adamw", "schedule-free AdamW", schedule_free, half_decades(2.5e-3, 2),
            "tuned", contestant=_FREE),
     *(_default(f"default-{who.name}", who.label, partial(rival, who), (who.default,),
-               contestant=who) for who in CONTESTANTS),
+               contestant=who) for who in CONTESTANTS if who.name != "wnmuon"),
     Method("wnmuon-rho", "WNMuon, other ρ", wnmuon_rho, (0.1, 0.9), "flatness",
            captured=True),
     Method("wnmuon-c", "WNMuon, other C", wnmuon_c, (1.0, 100.0), "flatness", captured=True),

@@ -5,6 +5,8 @@ The reference for the other programs, and the way for an optimizer that cannot b
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -69,12 +71,13 @@ class Lone(Program):
         totals = self._totals()
         for k, (model, opt) in enumerate(zip(self.models, self.optimizers, strict=True)):
             _switch(model, opt, "eval")
-            if hasattr(opt, "eval"):
-                self._recompute_statistics(k)
-            for x, y in self.test_chunks():
-                sums = self.objective.sums(self._output(model, x), y)
-                for total, value in zip(totals, sums, strict=True):
-                    total[k] += value
+            with _at_average(opt) as moved:
+                if moved or hasattr(opt, "eval"):
+                    self._recompute_statistics(k)
+                for x, y in self.test_chunks():
+                    sums = self.objective.sums(self._output(model, x), y)
+                    for total, value in zip(totals, sums, strict=True):
+                        total[k] += value
             _switch(model, opt, "train")
         return totals
 
@@ -114,6 +117,16 @@ def _switch(model: nn.Module, opt: Any, mode: str) -> None:
     for each in (model, opt):
         if change := getattr(each, mode, None):
             change()
+
+
+@contextmanager
+def _at_average(opt: Any) -> Iterator[bool]:
+    """The average of the weights, for optimizers that keep one; whether this one does."""
+    if not any("average" in state for state in opt.state.values()) or not hasattr(opt, "averaged"):
+        yield False
+        return
+    with opt.averaged():
+        yield True
 
 
 def optimizer(lane: Lane, params: list[nn.Parameter], decay: float) -> torch.optim.Optimizer:
