@@ -151,6 +151,23 @@ def test_an_optimizer_is_given_the_loss_and_told_when_it_is_tested() -> None:
     assert Asks.seen[-2:] == ["eval", "train"]
 
 
+def test_an_optimizer_that_keeps_an_average_is_tested_there() -> None:
+    one = {"lam": (0.3,), "seeds": (0,), "epochs": 2, "optimizers": ("wngrad.optim:WNMuon",)}
+    p = made(REGRESSION, "lone", **one)
+    (model,), (opt,) = p.models, p.optimizers
+    chunks = list(p.test_chunks())
+
+    def loss() -> float:
+        with torch.no_grad():
+            sums = [p.objective.sums(model(x), y)[0].item() for x, y in chunks]
+        return math.fsum(sums) / sum(len(y) for _, y in chunks)
+
+    plain, reported = loss(), p.curves["test_loss"][-1][0]
+    with opt.averaged():
+        assert loss() == pytest.approx(reported)
+    assert loss() == plain != pytest.approx(reported)
+
+
 def test_an_optimizer_that_takes_the_loss_many_times_a_step_can_run() -> None:
     """Two steps of LBFGS on all the data, against the same by hand."""
     whole = replace(REGRESSION, batch=60)

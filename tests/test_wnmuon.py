@@ -123,6 +123,25 @@ def test_a_model_and_its_groups_take_the_same_steps_as_bare_parameters_of_these_
     assert same(a, c)
 
 
+def test_blocks_that_are_asked_for_are_those_of_a_model_too():
+    model = network()
+    opt = WNMuon(model, per="tensor")
+    train(model, opt, 1)
+    assert all(opt.state[p]["b"].numel() == 1 for p in model.parameters())
+
+
+def test_a_gradient_that_is_not_finite_spoils_its_own_matrix_alone():
+    a, b = (nn.Parameter(torch.ones(2, 3)) for _ in range(2))
+    opt = WNMuon([a, b], nonfinite="skip")
+    a.grad, b.grad = torch.randn(2, 3), torch.randn(2, 3)
+    a.grad[0, 1] = torch.nan
+    opt.step()
+    assert torch.equal(a, torch.ones(2, 3))
+    assert not opt.state[a]["m"].any()
+    assert opt.skipped() == 2
+    assert (b != 1).all()
+
+
 def test_packed_matrices_are_orthogonalized_each_for_itself():
     a = nn.MultiheadAttention(4, 2, bias=False)
     parts = [nn.Parameter(part.clone()) for part in a.in_proj_weight.detach().chunk(3)]

@@ -121,7 +121,8 @@ class WNMuon(BlockOptimizer):
         True
 
     Note:
-        ρ, C, η, μ, w and the rest were chosen on four tasks and judged on others:
+        A gradient that is not finite spoils its whole matrix, which `nonfinite="skip"` then leaves
+        as it was. ρ, C, η, μ, w and the rest were chosen on four tasks and judged on others:
         docs/nothing-to-tune.md.
     """
 
@@ -145,9 +146,12 @@ class WNMuon(BlockOptimizer):
         momentum: float = 0.9,
         **settings: Unpack[checks.Options],
     ) -> None:
-        groups = matrix_groups(params) if isinstance(params, nn.Module) else params
+        if isinstance(params, nn.Module):
+            params = matrix_groups(params)
+            for group in params if "per" in settings else ():
+                del group["per"]
         own = {"lr": lr, "momentum": momentum, "role": None, "layout": None}
-        super().__init__(groups, {**own, **settings})
+        super().__init__(params, {**own, **settings})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; "neuron" means the rows of its layout."""
