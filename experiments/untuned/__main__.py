@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     add("--cpu-workers", type=int, default=1, help="processes on cores; 0: all on the GPU")
     add("--limit", type=float, help="seconds after which to stop; a later call goes on")
     add("--eager", action="store_true", help="without CUDA graphs")
+    add("--no-compile", action="store_true", help="without torch.compile")
     add("--out", type=Path, default=Path("results/untuned"), help="folder of the records")
     add("--report", action="store_true", help="write the page from the records; train nothing")
     add("--page", type=Path, default=Path("docs/nothing-to-tune.md"))
@@ -68,6 +69,7 @@ def _run(options: argparse.Namespace) -> int:
         limit=options.limit,
         folder=options.data,
         captured="nothing" if options.eager else "all",
+        compiled=not options.no_compile,
         say=lambda line: print(line, flush=True),
     )
     done = runner.run()

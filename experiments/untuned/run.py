@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -31,6 +31,7 @@ class Worker:
     device: str
     folder: Path | None
     captured: str
+    compiled: bool = True
     run: Run | None = None
     task: str = ""  # the one that it has in memory
     pipe: Connection[Any, Any] = field(init=False)
@@ -42,7 +43,7 @@ class Worker:
     def start(self) -> None:
         context = get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        settings = (theirs, self.device, self.folder, self.captured)
+        settings = (theirs, self.device, self.folder, self.captured, self.compiled)
         # No daemon: those may have no children, and torch.compile has some.
         self.process = context.Process(target=serve, args=settings)
         self.process.start()
@@ -58,7 +59,13 @@ class Worker:
         self.process.join()
 
 
-def serve(pipe: Connection[Any, Any], device: str, folder: Path | None, captured: Any) -> None:
+def serve(
+    pipe: Connection[Any, Any],
+    device: str,
+    folder: Path | None,
+    captured: Any,
+    compiled: bool = True,
+) -> None:
     """What a worker does: a run for every one that comes, until nobody asks any more."""
     import torch
 
@@ -73,7 +80,9 @@ def serve(pipe: Connection[Any, Any], device: str, folder: Path | None, captured
             try:
                 if trainer is None or trainer.task.name != run.task:
                     trainer = None  # its memory first
-                    trainer = Trainer(TASKS[run.task], device, folder, captured=captured)
+                    task = TASKS[run.task]
+                    task = task if compiled else replace(task, compiled=False)
+                    trainer = Trainer(task, device, folder, captured=captured)
                 answer = trainer.run(METHODS[run.method], run.lam, run.seed, run.steps)
             except CaptureError as error:
                 answer = (_line(error),)
@@ -99,6 +108,7 @@ class Runner:
         limit: seconds after which to stop; what is under way then is not recorded.
         folder: of the data.
         captured: what becomes a CUDA graph, see `Trainer`.
+        compiled: whether networks may be compiled first.
         say: is handed lines for the user.
     """
 
@@ -113,6 +123,7 @@ class Runner:
         limit: float | None = None,
         folder: Path | None = None,
         captured: str = "all",
+        compiled: bool = True,
         say: Callable[[str], None] = print,
     ) -> None:
         self.plan, self.out, self.say = plan, out, say
@@ -122,7 +133,7 @@ class Runner:
         self.until = time.monotonic() + limit if limit else float("inf")
         self._cpu_workers = cpu_workers
         devices = ["cuda"] * workers * (device == "cuda") + ["cpu"] * cpu_workers
-        self._new = [(device, folder, captured) for device in devices]
+        self._new = [(device, folder, captured, compiled) for device in devices]
 
     def run(self) -> int:
         """Run what is missing; the number of runs that were recorded."""
