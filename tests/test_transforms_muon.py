@@ -151,11 +151,10 @@ def lock_step(dtype, steps=20, **options):
     return worst
 
 
-# Measured over five seeds: 8.1e-6 in x and 2.0e-5 in b ≥ 10. The orthogonalization magnifies the
-# rounding of directions that hardly occur in a gradient up to a thousand times.
-FLOAT32 = {"x": 2e-5, "b": 5e-5, "average": 2e-5}
-# 1e-14 and 5e-14; torch takes the average's weights of matrices in float32.
-FLOAT64 = {"x": 1e-12, "b": 1e-12, "average": 1e-8}
+# Measured: 9.5e-6 in x and 7.9e-5 in b ≥ 10. The orthogonalization magnifies the rounding of
+# directions that hardly occur in a gradient up to a thousand times, of long rows that of squares.
+FLOAT32 = {"x": 3e-5, "b": 2e-4, "average": 3e-5}
+FLOAT64 = {"x": 1e-12, "b": 1e-12, "average": 1e-12}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from wngrad.polynomials import ABOVE, COEFFICIENTS, NOTHING
+from wngrad.polynomials import ABOVE, COEFFICIENTS, NOTHING, WIDE
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -43,7 +43,10 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     tall = x.shape[-2] > x.shape[-1]
     x = _scaled(x.mT if tall else x)
     exact = wide == torch.float64 or not x.is_cuda
-    x = _polynomials(x if exact else x.half()).to(wide)
+    if exact and x.shape[-1] > WIDE * x.shape[-2]:
+        x = _by_gram(x)
+    else:
+        x = _polynomials(x if exact else x.half()).to(wide)
     return x.mT if tall else x
 
 
@@ -57,13 +60,39 @@ def _scaled(x: Tensor) -> Tensor:
     return torch.where(x.abs() < NOTHING, 0, x)
 
 
+def _scale(square: Tensor) -> Tensor:
+    """What brings all σ to 1 at most, from (XXᵀ)².
+
+    (Σσ⁸)^⅛ is at least the largest σ, and at most rank^⅛ times as much.
+    """
+    wide = torch.promote_types(square.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(square, dim=(-2, -1), keepdim=True, dtype=wide)
+    return 1 / (ABOVE * torch.where(norm > 0, norm, 1).sqrt().sqrt())
+
+
+def _by_gram(x: Tensor) -> Tensor:
+    """P·X, where P is made from XXᵀ alone: fewer operations where a row is much longer.
+
+    XXᵀ has the squares of the singular values, of which float32 has digits enough and float16
+    has not. All matrices here are polynomials of one, so their order does not matter.
+    """
+    gram = x @ x.mT
+    scale = _scale(gram @ gram)
+    gram, product = gram * scale**2, scale * torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
+    for k, (a, b, c) in enumerate(COEFFICIENTS, 1):
+        factor = b * gram + c * (gram @ gram)
+        product = a * product + factor @ product  # P ← (a + b·A + c·A²)·P
+        if k < len(COEFFICIENTS):
+            half = a * gram + factor @ gram
+            gram = a * half + half @ factor  # A ← (a + b·A + c·A²)²·A
+    return product @ x
+
+
 def _polynomials(x: Tensor) -> Tensor:
     (a, b, c), *rest = COEFFICIENTS
     gram = x @ x.mT
     square = gram @ gram
-    # (Σσ⁸)^⅛ is at least the largest σ, and at most rank^⅛ times as much.
-    norm = torch.linalg.vector_norm(square, dim=(-2, -1), keepdim=True, dtype=_sum_type(x))
-    scale = 1 / (ABOVE * torch.where(norm > 0, norm, 1).sqrt().sqrt())
+    scale = _scale(square)
     mixed = (b * scale**2) * gram + (c * scale**4) * square
     x = (x * scale).to(x.dtype)
     x = _next(x, a, mixed.to(x.dtype))
@@ -78,10 +107,6 @@ def _next(x: Tensor, a: float, mixed: Tensor) -> Tensor:
     if x.dim() == 3 and x.is_cuda:
         return torch.baddbmm(x, mixed, x, beta=a)
     return a * x + mixed @ x
-
-
-def _sum_type(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def orthogonalize_all(matrices: Sequence[Tensor]) -> list[Tensor]:
