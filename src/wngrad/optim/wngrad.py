@@ -18,7 +18,8 @@ class WNGrad(BlockOptimizer):
 
     b_j ← b_{j-1} + λ²‖g‖²/b_{j-1},  then  x_j ← x_{j-1} − λ g/b_j.
 
-    No block ever moves by more than ½ in one step (½/(1−μ) with momentum), whatever λ.
+    No block ever moves by more than ½ in one step, whatever λ; with momentum by ½/(1−μ), as long as
+    λ does not rise over what is in the buffer.
 
     Args:
         params: parameters or groups of them; see `neuron_groups` for groups in which a layer's
