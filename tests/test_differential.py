@@ -113,6 +113,8 @@ def test_a_step_the_grad_scaler_skips_leaves_everything(optimizer):
                     for key, value in opt.state[p].items():
                         if key in known:
                             assert torch.equal(value, known[key])
+                        elif key == "average":
+                            assert torch.equal(value, p)
                         else:  # made by the first step, as for any step that changes nothing
                             assert key == "b" or not value.any()
 

@@ -122,7 +122,8 @@ def _switch(model: nn.Module, opt: Any, mode: str) -> None:
 @contextmanager
 def _at_average(opt: Any) -> Iterator[bool]:
     """The average of the weights, for optimizers that keep one; whether this one does."""
-    if not any("average" in state for state in opt.state.values()) or not hasattr(opt, "averaged"):
+    averaged = hasattr(opt, "averaged") and any("average" in s for s in opt.state.values())
+    if not averaged:
         yield False
         return
     with opt.averaged():
