@@ -69,11 +69,12 @@ TABLE = [
     Row("wngrad-model", WNGrad, {"per": "model", "nonfinite": "skip"}),
     Row("wngrad-slice", WNGrad, {"per": "slice", "hold_1d": True}),
     Row("wngrad plain", WNGrad, {"fused": False}),
-    Row("wngrad-momentum-decay plain", WNGrad, {**MOMENTUM_DECAY, "average": 4.0, "fused": False}),
+    Row("wngrad-momentum-decay plain", WNGrad, {**MOMENTUM_DECAY, "fused": False}),
     Row("wnadam", WNAdam, {}),
     Row("wnadam-gradient plain", WNAdam, {**GRADIENT_SKIP, "fused": False}),
     Row("sign", from_the_docs(), {}),
     Row("wnmuon", WNMuon, {}),
+    Row("wngrad-average", WNGrad, {"average": 4.0, "momentum": 0.5}),
     Row("wnadam-decay", WNAdam, {"weight_decay": 0.1}),
     Row("wnadam-gradient", WNAdam, GRADIENT_SKIP),
     Row(
