@@ -164,6 +164,7 @@ def test_the_state_of_another_kind_of_optimizer_is_refused():
     [
         ("nonfinite", "skp"),
         ("b_init", "grad"),
+        ("b_init", 1e-50),
         ("per", "layer"),
         ("weight_decay", torch.tensor(0.5)),  # which may change, and nobody would look
         ("weight_decay", [0.5]),

@@ -395,6 +395,31 @@ def test_a_setting_changed_between_steps_is_seen(change):
         both.step(2 * k + 1)
 
 
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"hold_1d": True}, {"per": "model"}])
+def test_blocks_that_have_no_b_yet_start_from_a_number_once_b_init_is_one(options):
+    both = Both(WNGrad, [torch.zeros(3, 2), torch.zeros(2)], b_init="gradient", **options)
+    for p in both.ours + both.theirs:
+        p.grad = torch.zeros_like(p)
+    both.fused.step()
+    both.plain.step()
+    assert not any(both.plain.state[q]["b"].any() for q in both.theirs)
+    both.set(b_init=2.0)
+    for k in range(3):
+        for p in both.ours + both.theirs:
+            p.grad = torch.full_like(p, 1000.0)
+        both.fused.step()
+        both.plain.step()
+        both.assert_together()
+        if k == 0:
+            sums = (
+                torch.tensor([2e6, 1e6]) if options != {"per": "model"} else torch.full((2,), 8e6)
+            )
+            for q, sq in zip(both.theirs, sums, strict=True):
+                held = "hold_1d" in options and q.dim() == 1
+                b = 2.0 if held else 2 + sq / 2
+                assert torch.allclose(both.plain.state[q]["b"].cpu(), torch.as_tensor(b))
+
+
 def test_momentum_set_to_0_and_another_beta_are_seen():
     for make, name in ((WNGrad, "momentum"), (WNAdam, "beta")):
         both = Both(make, drawn((3, 5)), **{name: 0.9})

@@ -197,8 +197,8 @@ class Settings:
 
     @property
     def choices(self) -> tuple[object, ...]:
-        """All but the numbers, which a kernel reads anew in each step."""
-        numbers = (self.weight_decay != 0, self.c is None)
+        """All but numbers that a kernel reads anew in each step."""
+        numbers = (self.weight_decay != 0, self.b_init if self.c is None else None)
         flags = (self.decoupled_weight_decay, self.hold_1d, self.joint, self.nonfinite)
         rest = (self.differentiable, self.fused, self.stochastic_rounding, self.per)
         return (*numbers, *flags, *rest, self.average is None)
@@ -280,7 +280,7 @@ def refuse_nonfinite(owner: str, p: Tensor, count: int) -> NoReturn:
     )
 
 
-def representable(owner: str, start: BInit, dtype: torch.dtype) -> None:
+def representable(owner: str, start: object, dtype: torch.dtype) -> None:
     """b₁ as a number must be one in b's type."""
     info = torch.finfo(dtype)
     if isinstance(start, float) and not info.tiny <= start <= info.max:

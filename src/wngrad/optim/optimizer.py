@@ -208,6 +208,7 @@ class BlockOptimizer(Optimizer):
                 f"{self._owner}: `differentiable` parameters must not be leaves that require a "
                 f"gradient, got one of shape {tuple(p.shape)}; use a clone."
             )
+        checks.representable(self._owner, settings.b_init, state.b_dtype(p))
         fixed = "the state (neither `per` nor a shape may change)"
         state.check(self._owner, fixed, p, due.state, due.shapes)
 

@@ -213,6 +213,8 @@ static float next_b(float b, double sq, const Numbers *k, const Step *s, int hol
     if (s->latch && wide == 0) { /* b_1 <- C lam |g_1| where a row meets its first gradient */
         double norm = sqrt(sq), first = k->c * k->lam * norm;
         if (norm >= FLOOR && first >= FLOOR) wide = first;
+    } else if (wide == 0) { /* b_1 is a number, and was not when the row's state was made */
+        wide = k->c;
     }
     if (!hold) wide = wide == 0 ? 0 * sq : wide + k->lam * k->lam * sq / wide;
     float new = (float)wide;
