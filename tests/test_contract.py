@@ -195,6 +195,25 @@ def test_b_keeps_its_type_and_bits_through_a_checkpoint(optimizer, dtype):
     assert other.state[p]["b"].dtype == torch.promote_types(dtype, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64, torch.float64])
+@pytest.mark.parametrize("of_p", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_checkpoint_cast_as_a_whole_gets_its_types_back(optimizer, dtype, of_p):
+    p = nn.Parameter(torch.ones(4, 3, dtype=of_p))
+    opt = optimizer([p], nonfinite="skip")
+    p.grad = torch.ones(4, 3, dtype=of_p)
+    opt.step()
+    before = {key: opt.state[p][key] for key in ("b", "t", "skipped")}
+    cast = copy.deepcopy(opt.state_dict())
+    for key in before:
+        cast["state"][0][key] = cast["state"][0][key].ceil().to(dtype)
+    opt.load_state_dict(cast)
+    for key, was in before.items():
+        wide = key != "skipped" and dtype == torch.float64
+        assert opt.state[p][key].dtype == (torch.float64 if wide else was.dtype)
+        assert torch.equal(opt.state[p][key].double(), was.double().ceil())
+    opt.step()
+
+
 def test_loading_does_not_tie_two_optimizers_together(optimizer):
     a, b = twins()
     one, other = optimizer(a.parameters()), optimizer(b.parameters())

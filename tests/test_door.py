@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from fractions import Fraction
@@ -143,6 +144,47 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_changes(optimizer)
         opt.load_state_dict(foreign.state_dict())
     after = [v for s in opt.state_dict()["state"].values() for v in s.values()]
     assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("b", "rule"),
+    [
+        (-1.0, r"`b` >= 0 and finite.*got -1.0"),
+        (math.inf, r"`b` >= 0 and finite.*got inf"),
+        (math.nan, r"`b` >= 0 and finite.*got nan"),
+        (2.0, "`b` as a real tensor.*got float"),
+        ([2.0, 2.0, 2.0], "`b` as a real tensor.*got list"),
+        (torch.ones(3, 1, dtype=torch.bool), "`b` as a real tensor.*got torch.bool"),
+        (torch.ones(3, 1, dtype=torch.complex64), "`b` as a real tensor.*got torch.complex64"),
+    ],
+    ids=["negative", "inf", "nan", "float", "list", "bool", "complex"],
+)
+def test_a_checkpoint_whose_b_is_no_b_is_refused_and_nothing_changes(optimizer, b, rule):
+    p = nn.Parameter(torch.ones(3, 5))
+    opt = optimizer([p], per="neuron", b_init=2.0)
+    p.grad = torch.ones(3, 5)
+    opt.step()
+    before, bad = opt.state[p]["b"].clone(), copy.deepcopy(opt.state_dict())
+    if isinstance(b, float) and b != 2.0:
+        bad["state"][0]["b"][1] = b
+    else:
+        bad["state"][0]["b"] = b
+    with pytest.raises(ValueError, match=f"`state_dict` must hold {rule}.*(3, 5)"):
+        opt.load_state_dict(bad)
+    assert torch.equal(opt.state[p]["b"], before)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_a_b_of_0_in_a_checkpoint_starts_from_b_init(fused):
+    p = nn.Parameter(torch.ones(3, 5))
+    opt = WNGrad([p], b_init=2.0, fused=fused)
+    p.grad = torch.ones(3, 5)
+    opt.step()
+    saved = copy.deepcopy(opt.state_dict())
+    saved["state"][0]["b"].zero_()
+    opt.load_state_dict(saved)
+    opt.step()
+    assert (opt.state[p]["b"] == 2 + 5 / 2).all()
 
 
 def test_the_state_of_another_kind_of_optimizer_is_refused():

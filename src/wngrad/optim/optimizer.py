@@ -304,6 +304,7 @@ class BlockOptimizer(Optimizer):
             for i, key in enumerate(saved["params"][: len(own["params"])]):
                 loaded, p = state_dict["state"].get(key, {}), own["params"][i]
                 shapes = state.wanted(group, i, self.direction(group, p))
+                state.check_values(self._owner, p, loaded, shapes)
                 state.check(self._owner, "`state_dict`", p, loaded, shapes)
 
     # ------------------------------------------------------------ the average

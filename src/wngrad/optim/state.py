@@ -6,6 +6,7 @@ count of steps. Buffers have the parameter's shape and dtype.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -81,11 +82,40 @@ def make(group: Group, p: Tensor, state: dict[str, Tensor], keys: dict[str, bloc
 
 
 def dtype_of(key: str, p: Tensor, value: Tensor | None = None) -> torch.dtype:
-    """The type in which a state is kept; for what has one per block, that of `value`."""
-    if key in PER_BLOCK and value is not None:
-        return value.dtype
+    """The type in which a state is kept; of b and t, that of `value` where it is wider."""
+    if key == "skipped":
+        return torch.int32
+    if key in PER_BLOCK:
+        count = key == "t" and value is not None and value.dim() == 0
+        least = torch.float32 if count else b_dtype(p)
+        wide = value is not None and value.dtype == torch.float64
+        return torch.float64 if wide else least
     # Small changes are lost in an average of 16 bits.
     return torch.promote_types(p.dtype, torch.float32) if key == AVERAGE else p.dtype
+
+
+def check_values(owner: str, p: Tensor, state: dict[str, Any], keys: Iterable[str]) -> None:
+    """Refuse a checkpoint's state that is no tensor, and a b that can be none. Waits for devices.
+
+    0 stands for a block that has no b yet.
+    """
+    for key in (key for key in keys if key in state):
+        value, kind = state[key], "a real tensor" if key in PER_BLOCK else "a tensor"
+        tensor = isinstance(value, Tensor)
+        odd = tensor and key in PER_BLOCK and (value.is_complex() or value.dtype == torch.bool)
+        if odd or not tensor:
+            raise ValueError(
+                f"{owner}: `state_dict` must hold `{key}` as {kind}, got "
+                f"{value.dtype if tensor else type(value).__name__} for a parameter of shape "
+                f"{tuple(p.shape)}."
+            )
+    b = sharded.local(state["b"]) if "b" in state else None
+    if b is None or b.is_meta or not (bad := ~(b >= 0) | b.isinf()).any():  # also catches nan
+        return
+    raise ValueError(
+        f"{owner}: `state_dict` must hold `b` >= 0 and finite (0 before a block's first), got "
+        f"{b[bad][0].item()} for a parameter of shape {tuple(p.shape)}."
+    )
 
 
 def check(
