@@ -540,6 +540,55 @@ def test_an_optimizer_with_a_callable_per_can_be_pickled():
     assert again.param_groups[0]["per"] == [(2, 1)]
 
 
+def halves(p):
+    return (2,) + (1,) * (p.dim() - 1)
+
+
+def added(opt):
+    opt.add_param_group({"params": [nn.Parameter(torch.ones(6, 2))]})
+    return opt.param_groups[-1]["per"]
+
+
+def by_pickle(opt):
+    return pickle.loads(pickle.dumps(opt))
+
+
+@pytest.mark.parametrize("copied", [by_pickle, copy.deepcopy, copy.copy])
+def test_a_callable_per_is_kept_for_groups_added_to_a_copy(copied):
+    opt = WNGrad([nn.Parameter(torch.ones(4, 2))], per=halves)
+    assert added(copied(opt)) == [(2, 1)]
+    assert added(copied(copied(opt))) == [(2, 1)]
+    assert added(opt) == [(2, 1)]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy])
+def test_a_callable_per_that_cannot_be_pickled_is_kept_by_copies(copied):
+    opt = WNGrad([nn.Parameter(torch.ones(4, 2))], per=lambda p: (2, 1))
+    assert added(copied(opt)) == [(2, 1)]
+
+
+def test_a_callable_per_that_cannot_be_pickled_must_be_given_again():
+    def gone(p):
+        return (2, 1)
+
+    opt = WNGrad([nn.Parameter(torch.ones(4, 2))], per=gone)
+    for again in (by_pickle(opt), by_pickle(by_pickle(opt)), copy.deepcopy(by_pickle(opt))):
+        with pytest.raises(ValueError, match=r"^WNGrad: `per` must be given.*got no .*gone"):
+            added(again)
+        assert len(again.param_groups) == 1
+        again.add_param_group({"params": [nn.Parameter(torch.ones(6, 2))], "per": "tensor"})
+
+
+def test_a_callable_per_that_another_process_lacks_does_not_keep_the_pickle_from_loading(
+    monkeypatch,
+):
+    saved = pickle.dumps(WNGrad([nn.Parameter(torch.ones(4, 2))], per=halves))
+    monkeypatch.delattr(f"{__name__}.halves")
+    again = pickle.loads(saved)
+    with pytest.raises(ValueError, match=r"^WNGrad: `per` must be given.*got no .*halves"):
+        added(again)
+
+
 def test_what_others_keep_in_the_state_is_left_alone(optimizer):
     model = network()
     opt = optimizer(model.parameters())

@@ -250,13 +250,16 @@ class BlockOptimizer(Optimizer):
             fused.refuse(self._owner, p, reason)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A callable default has done its work in every group, and may not be picklable.
         its = super().__getstate__()
         per = its["defaults"]["per"]
-        return {**its, "defaults": {**its["defaults"], "per": "neuron" if callable(per) else per}}
+        if callable(per):  # It is kept for groups that are added later, and may not be picklable.
+            per = blocks.PortableCallable(per)
+        return {**its, "defaults": {**its["defaults"], "per": per}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if isinstance(per := self.defaults["per"], blocks.PortableCallable):
+            self.defaults["per"] = per.function
         self._engine.forget()
         for group in self.param_groups:  # from a release that did not have them all
             for key, value in self.defaults.items():
