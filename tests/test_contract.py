@@ -373,6 +373,40 @@ def test_one_group_may_hold_several_types(optimizer):
         torch.testing.assert_close(p.detach().double(), first, rtol=0.01, atol=0)
 
 
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+@pytest.mark.parametrize("options", [{"joint": True}, {"per": "model"}], ids=str)
+@pytest.mark.parametrize("wide", [torch.float64, torch.complex128])
+def test_parameters_that_share_b_keep_it_in_the_widest_type_of_them(options, nonfinite, wide):
+    """A b beyond float32 is a number for all of them, also after a checkpoint."""
+    p, q = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2, dtype=wide))
+    opt = WNGrad([p, q], nonfinite=nonfinite, **options)
+    for k in range(3):
+        p.grad = torch.ones(3, 2)
+        q.grad = torch.full((3, 2), 1e30 if k else 1.0, dtype=wide)
+        opt.step()
+        if k == 1:
+            opt.load_state_dict(pickle.loads(pickle.dumps(opt.state_dict())))
+    of_p, of_q = opt.state[p]["b"], opt.state[q]["b"]
+    assert of_p.dtype == of_q.dtype == torch.float64
+    assert torch.equal(of_p, of_q)
+    assert (of_p > 1e39).all()
+    assert of_p.isfinite().all()
+    assert p.isfinite().all()
+    assert q.isfinite().all()
+    assert opt.skipped() == 0
+
+
+def test_a_narrow_b_in_a_checkpoint_of_parameters_that_share_it_is_widened():
+    p, q = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2).double())
+    opt = WNGrad([p, q], joint=True)
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    opt.step()
+    saved = copy.deepcopy(opt.state_dict())
+    saved["state"][0]["b"] = saved["state"][0]["b"].float()
+    opt.load_state_dict(saved)
+    assert opt.state[p]["b"].dtype == torch.float64
+
+
 def test_ten_differentiable_steps_have_the_gradient_finite_differences_give(optimizer):
     """With respect to the start and to λ."""
 

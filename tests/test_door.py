@@ -161,7 +161,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_changes(optimizer)
 )
 def test_a_checkpoint_whose_b_is_no_b_is_refused_and_nothing_changes(optimizer, b, rule):
     p = nn.Parameter(torch.ones(3, 5))
-    opt = optimizer([p], per="neuron", b_init=2.0)
+    opt = optimizer([p], per="neuron", b_init=2.0, nonfinite="skip")
     p.grad = torch.ones(3, 5)
     opt.step()
     before, bad = opt.state[p]["b"].clone(), copy.deepcopy(opt.state_dict())
@@ -172,6 +172,18 @@ def test_a_checkpoint_whose_b_is_no_b_is_refused_and_nothing_changes(optimizer, 
     with pytest.raises(ValueError, match=f"`state_dict` must hold {rule}.*(3, 5)"):
         opt.load_state_dict(bad)
     assert torch.equal(opt.state[p]["b"], before)
+
+
+def test_a_checkpoint_of_a_block_that_has_diverged_is_loaded_and_shows(optimizer):
+    p = nn.Parameter(torch.ones(3, 5))
+    opt = optimizer([p], per="neuron", nonfinite="propagate")
+    p.grad = torch.ones(3, 5)
+    opt.step()
+    saved = copy.deepcopy(opt.state_dict())
+    saved["state"][0]["b"][1] = NAN
+    opt.load_state_dict(saved)
+    opt.step()
+    assert p.isnan().any(1).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("fused", [None, False])

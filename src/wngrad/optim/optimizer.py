@@ -281,7 +281,7 @@ class BlockOptimizer(Optimizer):
                 for p, key in zip(group["params"], saved["params"], strict=True):
                     for name, value in given["state"].get(key, {}).items():
                         if isinstance(value, Tensor):
-                            dtype = state.dtype_of(name, p, value)
+                            dtype = state.dtype_of(group, name, p, value)
                             self.state[p][name] = value.detach().to(p.device, dtype, copy=True)
 
         # Our check runs after the user's hooks of its kind, our cast before them.
@@ -307,7 +307,7 @@ class BlockOptimizer(Optimizer):
             for i, key in enumerate(saved["params"][: len(own["params"])]):
                 loaded, p = state_dict["state"].get(key, {}), own["params"][i]
                 shapes = state.wanted(group, i, self.direction(group, p))
-                state.check_values(self._owner, p, loaded, shapes)
+                state.check_values(self._owner, p, loaded, shapes, group["nonfinite"])
                 state.check(self._owner, "`state_dict`", p, loaded, shapes)
 
     # ------------------------------------------------------------ the average
