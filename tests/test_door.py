@@ -30,7 +30,9 @@ BAD = [
     (TypeError, "lr", None, "a number"),
     (TypeError, "lr", True, "a number"),
     (ValueError, "lr", 10**400, "finite"),
-    (ValueError, "lr", 1e200, "<= 1e+150"),
+    (ValueError, "lr", 1e200, "<= 3.40282e+38"),
+    (ValueError, "lr", 1e39, "<= 3.40282e+38"),
+    (ValueError, "lr", torch.tensor(1e39, dtype=torch.float64), "<= 3.40282e+38"),
     (ValueError, "b_init", 1e-50, "the range of torch.float32"),
     (ValueError, "b_init", 1e39, "the range of torch.float32"),
     (ValueError, "b_init", 0.0, "> 0"),
@@ -220,6 +222,22 @@ def test_the_state_of_another_kind_of_optimizer_is_refused():
         ("b_init", "grad"),
         ("b_init", 1e-50),
         ("per", "layer"),
+        ("b_init", ("gradient", -1.0)),
+        ("b_init", ("gradient", [1.0])),
+        ("joint", 1),
+        ("per", [3]),
+        ("per", [(1,), (1,)]),
+        ("per", [(3,)]),
+        ("per", (1,)),
+        ("per", None),
+        ("lr", "1"),
+        ("lr", None),
+        ("lr", True),
+        ("lr", [1.0]),
+        ("lr", 1j),
+        ("lr", 1e39),
+        ("lr", math.nan),
+        ("lr", math.inf),
         ("weight_decay", torch.tensor(0.5)),  # which may change, and nobody would look
         ("weight_decay", [0.5]),
         ("weight_decay", None),
@@ -241,9 +259,96 @@ def test_settings_changed_for_the_worse_are_named_at_the_next_step(key, value, f
         opt.step()
     before = p.detach().clone()
     opt.param_groups[0][key] = value
-    with pytest.raises((ValueError, TypeError), match=f"`{key}` must .*{re.escape(repr(value))}"):
+    shown = value[-1] if value in (("gradient", -1.0), ("gradient", [1.0]), [(3,)]) else value
+    with pytest.raises((ValueError, TypeError), match=f"`{key}` must .*{re.escape(repr(shown))}"):
         opt.step()
     assert torch.equal(p, before)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("first", [False, True], ids=["at once", "after a step"])
+def test_parameters_that_cannot_share_their_b_are_refused_when_told_to(first, fused):
+    given = params()
+    opt = WNGrad(given, fused=fused)
+    for p in given:
+        p.grad = torch.ones_like(p)
+    if first:
+        opt.step()
+    before = [p.detach().clone() for p in given]
+    opt.param_groups[0]["joint"] = True
+    with pytest.raises(ValueError, match=r"^WNGrad: `joint` parameters must have as many blocks"):
+        opt.step()
+    assert all(torch.equal(p, x) for p, x in zip(given, before, strict=True))
+
+
+@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (nn.Linear(2, 2), r"got a model of class Linear; use `model.parameters\(\)`\."),
+        (nn.Sequential(nn.Linear(2, 2)), r"got a model of class Sequential; use `model"),
+        (nn.ParameterDict({"a": torch.ones(2)}), r"got a model of class ParameterDict; use"),
+        (None, r"got None\."),
+        (3, r"got 3\."),
+    ],
+    ids=["layer", "layers", "dict", "None", "number"],
+)
+def test_what_are_no_parameters_is_said_with_what_to_pass(make, given, says):
+    rule = rf"^{make.__name__}: `params` must be parameters or groups of them, {says}"
+    with pytest.raises(TypeError, match=rule):
+        make(given)
+
+
+def test_a_list_of_parameters_may_be_a_module():
+    listed = nn.ParameterList([torch.ones(2), torch.ones(3)])
+    assert len(WNGrad(listed).param_groups[0]["params"]) == 2
+
+
+@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("betas", (0.9, 0.999), "use `momentum` of WNGrad or `beta` of WNAdam"),
+        ("eps", 1e-8, "leave it out"),
+        ("nesterov", True, "leave it out"),
+        ("dampening", 0.0, "leave it out"),
+        ("capturable", True, "leave it out"),
+        ("alpha", 0.99, ""),
+    ],
+)
+def test_arguments_of_other_optimizers_are_refused_with_what_to_pass(make, name, value, instead):
+    rule = rf"^{make.__name__}: `{name}` is not an argument, got {re.escape(repr(value))}"
+    with pytest.raises(TypeError, match=rule + (f"; {instead}" if instead else r"\.$")):
+        make(params(), **{name: value})
+    with pytest.raises(TypeError, match=r"`beta` is not an argument, got 0\.9; use `momentum`"):
+        WNGrad(params(), beta=0.9)
+    with pytest.raises(TypeError, match=r"`momentum` is not an argument, got 0\.9; use `beta`"):
+        WNAdam(params(), momentum=0.9)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("first", [False, True], ids=["at once", "after a step"])
+def test_a_gradient_that_overlaps_its_parameter_is_refused_and_nothing_changes(first, fused):
+    """As torch refuses it; the same elements, each read before it is written, are taken."""
+    room = torch.arange(1.0, 20.0)
+    other, p = nn.Parameter(torch.ones(3)), nn.Parameter(room[:10])
+    opt = WNGrad([other, p], fused=fused)
+    other.grad, p.grad = torch.ones(3), torch.ones(10)
+    if first:
+        opt.step()
+    before, p.grad = room.clone(), room[3:13]
+    with pytest.raises(ValueError, match=r"^WNGrad: `grad` must not overlap its parameter"):
+        opt.step()
+    assert torch.equal(room, before)
+    twin = nn.Parameter(p.detach().clone())
+    plain = WNGrad([twin], fused=False)
+    if first:
+        plain.state[twin] = {key: value.clone() for key, value in opt.state[p].items()}
+    p.grad, twin.grad = p.detach(), p.detach().clone()
+    opt.step()
+    plain.step()
+    assert torch.equal(p, twin)
+    assert fused is False or opt.why_plain()[p] == "its gradient lies on its memory"
 
 
 @pytest.mark.parametrize("number", [0, np.float32(0.25), np.float64(0.25), Fraction(1, 4)])

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from numbers import Real
 from operator import is_, itemgetter
-from typing import Any, Literal, NoReturn, TypedDict, get_args
+from typing import Any, Literal, NoReturn, TypedDict, cast, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from wngrad.optim.blocks import NAMES, Per, Shape
+from wngrad.optim import memory, sharded
+from wngrad.optim.blocks import NAMES, Per, Shape, named_shape, resolve
 
 Nonfinite = Literal["propagate", "skip", "raise"]
 BInit = float | Literal["gradient"] | tuple[Literal["gradient"], float]
 Check = Callable[[str, str, object], Any]  # of (owner, name, value): the value as plain data
 
-_MAX_RATE = 1e150  # λ² must be a number.
+_MAX_RATE = torch.finfo(torch.float32).max  # x moves in float32, or wider
+_PLAIN_TENSORS = {Tensor, nn.Parameter}
 _B_INIT = '`b_init` must be a number, "gradient" or ("gradient", C)'
 
 
@@ -72,6 +74,14 @@ def rate(owner: str, value: object) -> float | Tensor:
     return value if isinstance(value, Tensor) else real(owner, "lr", value)
 
 
+def rate_now(owner: str, lr: object) -> None:
+    """λ as it was set after the start: a finite number, or a tensor, of which a step reads more."""
+    if isinstance(lr, Tensor) or (type(lr) is float and -_MAX_RATE <= lr <= _MAX_RATE):
+        return
+    if not abs(real(owner, "lr", lr)) <= _MAX_RATE:  # also catches nan
+        raise ValueError(f"{owner}: `lr` must be finite and <= {_MAX_RATE:g}, got {lr!r}.")
+
+
 def scalar(owner: str, lr: Tensor) -> Tensor:
     """A tensor λ without its dimensions."""
     if lr.numel() != 1 or lr.dim() > 2 or lr.is_complex():
@@ -110,6 +120,10 @@ def _finite_or_none(owner: str, name: str, value: object) -> float | None:
 def _per(owner: str, name: str, value: object) -> object:
     """A name, or the shapes that `blocks.resolve` has made of a callable or a list."""
     if isinstance(value, list):
+        if not all(isinstance(shape, (tuple, list)) for shape in value):
+            raise TypeError(
+                f"{owner}: `{name}` must hold a shape for each parameter, got {value!r}."
+            )
         return tuple(map(tuple, value))
     return one_of(owner, name, value, NAMES, " or a callable")
 
@@ -235,6 +249,7 @@ def settings(owner: str, group: dict[str, Any], own: Own, memo: Memo | None = No
     if (known := memo.get(id(group))) is not None and all(map(is_, values, known[0])):
         return known[1]
     checked = _now(owner, group, own, values)
+    _fit(owner, group)
     if len(memo) >= _MEMORIZED:  # of groups that may be gone
         memo.clear()
     memo[id(group)] = _values(own)(group), checked
@@ -259,6 +274,17 @@ def _now(owner: str, group: dict[str, Any], own: Own, values: tuple[Any, ...]) -
         return _checked(owner, own, values)
 
 
+def _fit(owner: str, group: dict[str, Any]) -> None:
+    """Refuse shapes in `per`, or a `joint`, that do not fit the group's parameters."""
+    params, per = group["params"], group["per"]
+    if isinstance(per, list):
+        shapes = cast(list[Shape], resolve(owner, per, params))
+    elif group["joint"]:
+        shapes = [named_shape(tuple(p.shape), per) for p in params]
+    if group["joint"]:
+        sharded.check_joint(owner, params, shapes)
+
+
 def _checked(owner: str, own: Own, values: tuple[Any, ...]) -> Settings:
     pairs = zip((*_CHECKS.items(), *own), values, strict=True)
     checked = [check(owner, name, value) for (name, check), value in pairs]
@@ -269,6 +295,38 @@ _cached = lru_cache(maxsize=1024, typed=True)(_checked)
 
 
 # ------------------------------------------------------------------ parameters and gradients
+
+
+_INSTEAD = {  # of arguments that torch's optimizers take
+    "beta": "use `momentum`",
+    "betas": "use `momentum` of WNGrad or `beta` of WNAdam for the first; b takes no second",
+    "momentum": "use `beta`",
+    "eps": "leave it out, since b is never 0",
+    "nesterov": "leave it out, and use `momentum` alone",
+    "dampening": "leave it out, and use `momentum` alone",
+    "amsgrad": "leave it out, since b never decreases",
+    "capturable": "leave it out, since any step can be captured in a CUDA graph",
+    "lr_decay": "leave it out, since b decreases the rate",
+    "initial_accumulator_value": "use `b_init`",
+}
+
+
+def refuse_argument(owner: str, name: str, value: object) -> NoReturn:
+    """An argument that no optimizer here has, perhaps one of torch's."""
+    instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+    raise TypeError(f"{owner}: `{name}` is not an argument, got {value!r}{instead}.")
+
+
+def iterable(owner: str, params: Any) -> None:
+    """Parameters or groups; a model must be asked for its own."""
+    if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
+        kind = type(params).__name__
+        raise TypeError(
+            f"{owner}: `params` must be parameters or groups of them, got a model of class {kind}; "
+            f"use `model.parameters()`."
+        )
+    if not isinstance(params, Iterable):
+        raise TypeError(f"{owner}: `params` must be parameters or groups of them, got {params!r}.")
 
 
 def refuse_nonfinite(owner: str, p: Tensor, count: int) -> NoReturn:
@@ -323,6 +381,12 @@ def gradient(owner: str, p: Tensor, g: Tensor, *, touches_all: bool) -> None:
             f"{owner}: `grad` must have the shape and device of its parameter, got "
             f"{tuple(g.shape)} on {g.device} for a parameter of shape {tuple(p.shape)} on "
             f"{p.device}."
+        )
+    solid = not torch.compiler.is_compiling() and type(p) in _PLAIN_TENSORS
+    if solid and type(g) is Tensor and not g.is_sparse and memory.overlap_in_part(p, g):
+        raise ValueError(
+            f"{owner}: `grad` must not overlap its parameter in memory, got one that does for a "
+            f"parameter of shape {tuple(p.shape)}; clone it first."
         )
     if g.is_sparse and touches_all:
         raise ValueError(

@@ -54,7 +54,8 @@ class BlockOptimizer(Optimizer):
     def __init__(self, params: ParamsT, settings: dict[str, Any]) -> None:
         own = [name for name, _ in self.own_settings]
         for name in settings.keys() - {"lr", *own, *checks.DEFAULTS}:
-            raise TypeError(f"{self._owner}: `{name}` is not an argument, got {settings[name]!r}.")
+            checks.refuse_argument(self._owner, name, settings[name])
+        checks.iterable(self._owner, params)
         self._fused_engine = fused.Engine()
         order = ("lr", *own, *checks.DEFAULTS)
         every = {**checks.DEFAULTS, **self.other_defaults, **settings}
@@ -106,6 +107,8 @@ class BlockOptimizer(Optimizer):
             raise RuntimeError(f"{owner}: `step` must not be taken within `averaged`.")
         memo = None if torch.compiler.is_compiling() else engine.memo
         settings = [checks.settings(owner, group, own, memo) for group in self.param_groups]
+        for group in self.param_groups:
+            checks.rate_now(owner, group["lr"])
         if memo is not None and engine.repeat(self, settings):
             return
         with torch.set_grad_enabled(any(each.differentiable for each in settings)):

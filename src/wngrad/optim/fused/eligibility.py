@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Protocol, cast
 import torch
 from torch import Tensor
 
-from wngrad.optim import sharded
+from wngrad.optim import memory, sharded
 from wngrad.optim.checks import Settings
 from wngrad.optim.directions import Direction
 from wngrad.optim.fused import cpu
@@ -127,6 +127,8 @@ def _why_not(view: View, unit: SharedBlocks) -> str | None:
         return "it is of a class of its own, without memory to write to"
     if view.p.is_neg() or sharded.local(g).data_ptr() != view.g.data_ptr():
         return "its gradient must be worked out first"
+    if memory.overlap(view.p, view.g):
+        return "its gradient lies on its memory"
     if unit.settings.nonfinite == "raise" and sharded.is_sharded(view.param):
         return "`nonfinite` is 'raise', on which its ranks must agree"
     device, counts = view.p.device, {torch.int32: view.skipped}
@@ -143,7 +145,7 @@ def _why_not(view: View, unit: SharedBlocks) -> str | None:
 def overlapping(units: list[SharedBlocks]) -> set[int]:
     """The parameters (by id) that lie on memory of others: kernels would race for it."""
     spans = sorted(
-        (view.p.data_ptr(), view.p.data_ptr() + _extent(view.p), id(view.param))
+        (view.p.data_ptr(), view.p.data_ptr() + memory.extent(view.p), id(view.param))
         for unit in units
         for view in unit.members
         if view.p.numel()
@@ -156,12 +158,6 @@ def overlapping(units: list[SharedBlocks]) -> set[int]:
         if stop > end:
             end, owner = stop, p
     return ids
-
-
-def _extent(t: Tensor) -> int:
-    """Bytes from the first element of a tensor to its last."""
-    reach = sum((n - 1) * abs(s) for n, s in zip(t.shape, t.stride(), strict=True))
-    return (reach + 1) * t.element_size()
 
 
 def _is_solid(t: Tensor) -> bool:
