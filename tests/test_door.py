@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import re
 from fractions import Fraction
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from conftest import network, same, train, twins
-from wngrad import WNAdam, WNGrad
+from wngrad import WNAdam, WNGrad, WNMuon
+from wngrad.optim.checks import item
+from wngrad.optim.fused import method
 
 NAN = math.nan
 
@@ -238,10 +241,13 @@ def test_the_state_of_another_kind_of_optimizer_is_refused():
         ("lr", 1e39),
         ("lr", math.nan),
         ("lr", math.inf),
-        ("weight_decay", torch.tensor(0.5)),  # which may change, and nobody would look
+        ("weight_decay", torch.ones(2)),
+        ("weight_decay", torch.tensor(-0.5)),
         ("weight_decay", [0.5]),
         ("weight_decay", None),
-        ("momentum", torch.tensor(0.5)),
+        ("momentum", torch.tensor(1.5)),
+        ("momentum", torch.tensor(True)),
+        ("momentum", torch.tensor(0.5j)),
         ("momentum", "0.5"),
         ("momentum", 1),
         ("momentum", 1.0),
@@ -259,7 +265,7 @@ def test_settings_changed_for_the_worse_are_named_at_the_next_step(key, value, f
         opt.step()
     before = p.detach().clone()
     opt.param_groups[0][key] = value
-    shown = value[-1] if value in (("gradient", -1.0), ("gradient", [1.0]), [(3,)]) else value
+    shown = value[-1] if value in (("gradient", -1.0), ("gradient", [1.0]), [(3,)]) else item(value)
     with pytest.raises((ValueError, TypeError), match=f"`{key}` must .*{re.escape(repr(shown))}"):
         opt.step()
     assert torch.equal(p, before)
@@ -434,6 +440,95 @@ def test_whatever_comes_in_only_named_errors_come_out(case):
 def test_ten_thousand_bad_arguments(case):
     """N6."""
     only_named_errors(case)
+
+
+# ------------------------------------------------------------------ torch's habits
+
+
+@pytest.mark.parametrize("make", [WNGrad, WNAdam, WNMuon])
+@pytest.mark.parametrize(
+    ("name", "value"), [("lr", -1.0), ("weight_decay", -1.0), ("b_init", 0.0), ("per", "layer")]
+)
+def test_settings_are_checked_before_the_parameters_are_touched(make, name, value):
+    def untouched():
+        raise AssertionError("touched")
+        yield
+
+    for nothing in (None, untouched()):
+        with pytest.raises(ValueError, match=f"^{make.__name__}: `{name}` must"):
+            make(nothing, **{name: value})
+
+
+def test_a_tensor_lr_of_two_elements_is_refused_in_torchs_words():
+    with pytest.raises(ValueError, match="Tensor lr must be 1-element"):
+        WNGrad(None, lr=torch.ones(2))
+    with pytest.raises(ValueError, match="Tensor lr must be 1-element"):
+        torch.optim.SGD(params(), lr=torch.ones(2))
+
+
+@pytest.mark.parametrize("make", [WNGrad, WNAdam, WNMuon])
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_foreach_is_taken_and_means_nothing(make, foreach):
+    (p, *_), (q, *_) = params(), params()
+    opt, other = make([p], foreach=foreach), make([{"params": [q], "foreach": foreach}])
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    opt.step()
+    other.step()
+    assert torch.equal(p, q)
+    assert "foreach" in inspect.signature(make).parameters
+    with pytest.raises(TypeError, match="`foreach` must be True or False, got 2"):
+        make([p], foreach=2)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_momentum_and_weight_decay_may_be_tensors_of_one_element(at_once, fused):
+    """As they are now: they may change in place, too."""
+    p, q = nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(3, 5))
+    numbers = {"momentum": torch.tensor(0.5), "weight_decay": torch.tensor([0.25])}
+    opt, plain = WNGrad([p], fused=fused, **(numbers if at_once else {})), WNGrad([q], fused=False)
+    opt.param_groups[0].update(numbers)
+    for k in range(6):
+        if k % 2 == 0:
+            numbers["momentum"].fill_(0.5 - k / 8)
+            numbers["weight_decay"].fill_(k / 8)
+        plain.param_groups[0].update({name: t.item() for name, t in numbers.items()})
+        p.grad, q.grad = (torch.full((3, 5), k + 1.0) for _ in "pq")
+        opt.step()
+        plain.step()
+        assert torch.equal(p, q)
+        assert all(opt.param_groups[0][name] is t for name, t in numbers.items())
+    numbers["momentum"].fill_(1.0)
+    with pytest.raises(ValueError, match=r"`momentum` must be in \[0, 1\), got 1\.0"):
+        opt.step()
+
+
+@pytest.mark.parametrize("make", [WNGrad, WNAdam, WNMuon])
+def test_a_group_handed_in_stays_the_same_dict(make):
+    first, second = {"params": params()[:1], "lr": 0.5}, {"params": params()[0], "mine": 7}
+    opt = make([first])
+    opt.add_param_group(second)
+    assert opt.param_groups[0] is first
+    assert opt.param_groups[1] is second
+    assert second["lr"] == opt.defaults["lr"]
+    third = {"params": params()[1:], "lr": -1.0}
+    with pytest.raises(ValueError, match="`lr`"):
+        opt.add_param_group(third)
+    assert third.keys() == {"params", "lr"}  # what is refused is left alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+def test_fused_on_a_cpu_is_quietly_plain_for_types_that_only_torch_has(make, dtype, monkeypatch):
+    monkeypatch.setattr(method, "interpreted", lambda: False)  # Triton knows float16
+    p, q = (nn.Parameter(torch.ones(3, 5, dtype=dtype)) for _ in "pq")
+    opt, plain = make([p], fused=True), make([q], fused=False)
+    for _ in range(2):
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+        opt.step()
+        plain.step()
+        assert opt.why_plain() == {p: f"its type is {dtype}"}
+    assert torch.equal(p, q)
 
 
 def test_twins_of_the_tests_themselves_start_alike():

@@ -45,12 +45,21 @@ def finite(owner: str, name: str, value: object, *, above: float | None = None) 
     return x
 
 
+def item(value: object) -> object:
+    """What a tensor of one element holds; all else as it is."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
 def fraction(owner: str, name: str, value: object) -> float:
-    """A number in [0, 1)."""
-    x = real(owner, name, value)
+    """A number in [0, 1), or a tensor of one element that holds it."""
+    x = real(owner, name, value := item(value))
     if not 0 <= x < 1:
         raise ValueError(f"{owner}: `{name}` must be in [0, 1), got {value!r}.")
     return x
+
+
+def _decay(owner: str, name: str, value: object) -> float:
+    return finite(owner, name, item(value))
 
 
 def flag(owner: str, name: str, value: object) -> bool:
@@ -86,8 +95,8 @@ def scalar(owner: str, lr: Tensor) -> Tensor:
     """A tensor λ without its dimensions."""
     if lr.numel() != 1 or lr.dim() > 2 or lr.is_complex():
         raise ValueError(
-            f"{owner}: `lr` as a tensor must have one real element in 0 to 2 dimensions, "
-            f"got shape {tuple(lr.shape)} and dtype {lr.dtype}."
+            f"{owner}: `lr` as a tensor must have one real element in 0 to 2 dimensions (Tensor lr "
+            f"must be 1-element), got shape {tuple(lr.shape)} and dtype {lr.dtype}."
         )
     return lr.reshape(())
 
@@ -109,7 +118,7 @@ def _nonfinite(owner: str, name: str, value: object) -> str:
     return one_of(owner, name, value, get_args(Nonfinite))
 
 
-def _flag_or_none(owner: str, name: str, value: object) -> bool | None:
+def flag_or_none(owner: str, name: str, value: object) -> bool | None:
     return None if value is None else flag(owner, name, value)
 
 
@@ -146,6 +155,7 @@ class Options(TypedDict, total=False):
     fused: bool | None
     stochastic_rounding: bool
     average: float | None
+    foreach: bool | None  # for torch's sake; the plain step is over lists anyway
 
 
 DEFAULTS: Options = {
@@ -163,7 +173,7 @@ DEFAULTS: Options = {
     "average": None,
 }
 _CHECKS: dict[str, Check] = {
-    "weight_decay": finite,
+    "weight_decay": _decay,
     "decoupled_weight_decay": flag,
     "b_init": b_init,
     "hold_1d": flag,
@@ -171,7 +181,7 @@ _CHECKS: dict[str, Check] = {
     "nonfinite": _nonfinite,
     "maximize": flag,
     "differentiable": flag,
-    "fused": _flag_or_none,
+    "fused": flag_or_none,
     "stochastic_rounding": flag,
     "average": _finite_or_none,
     "per": _per,
@@ -222,11 +232,29 @@ Own = tuple[tuple[str, Check], ...]  # the settings that one optimizer adds, eac
 
 
 def plain(owner: str, group: Mapping[str, Any], own: Own) -> dict[str, Any]:
-    """Every setting of a new group but `per`, checked and as plain data."""
+    """Every setting of a new group but `per`, checked and as plain data.
+
+    A tensor that stands for a number stays: it may change in place, and is read in each step.
+    """
     every = {**_CHECKS, **dict(own)}
     del every["per"]
     settings = {name: check(owner, name, group[name]) for name, check in every.items()}
-    return {"lr": rate(owner, group["lr"]), **settings}
+    tensors = {name: group[name] for name in settings if isinstance(group[name], Tensor)}
+    return {"lr": rate(owner, group["lr"]), **settings, **tensors}
+
+
+def defaults(owner: str, settings: dict[str, Any], own: Own) -> None:
+    """Check what an optimizer is made with, before it looks at its parameters."""
+    plain(owner, settings, own)
+    if isinstance(settings["per"], str):
+        _per(owner, "per", settings["per"])
+    flag_or_none(owner, "foreach", settings.get("foreach"))
+
+
+def numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """The group with numbers in the place of tensors but λ; itself where there are none."""
+    tensors = [name for name, v in group.items() if isinstance(v, Tensor) and name != "lr"]
+    return {**group, **{name: item(group[name]) for name in tensors}} if tensors else group
 
 
 _MEMORIZED = 256
@@ -250,6 +278,8 @@ def settings(owner: str, group: dict[str, Any], own: Own, memo: Memo | None = No
         return known[1]
     checked = _now(owner, group, own, values)
     _fit(owner, group)
+    if any(isinstance(value, Tensor) for value in values):  # which may change in place
+        return checked
     if len(memo) >= _MEMORIZED:  # of groups that may be gone
         memo.clear()
     memo[id(group)] = _values(own)(group), checked
@@ -265,9 +295,10 @@ def _values(own: Own) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
 def _now(owner: str, group: dict[str, Any], own: Own, values: tuple[Any, ...]) -> Settings:
     if not _PLAIN.issuperset(map(type, values)):
         for name, check in (*_CHECKS.items(), *own):
-            if name != "per":  # which stays a list of shapes
+            # `per` stays a list of shapes, and a tensor what it is.
+            if name != "per" and not isinstance(group[name], Tensor):
                 group[name] = check(owner, name, group[name])
-        return _checked(owner, own, _values(own)(group))
+        values = tuple(map(item, _values(own)(group)))
     try:
         return _cached(owner, own, values)
     except TypeError:  # perhaps a tuple of something that cannot be a key

@@ -53,12 +53,13 @@ class BlockOptimizer(Optimizer):
 
     def __init__(self, params: ParamsT, settings: dict[str, Any]) -> None:
         own = [name for name, _ in self.own_settings]
-        for name in settings.keys() - {"lr", *own, *checks.DEFAULTS}:
+        for name in settings.keys() - {"lr", "foreach", *own, *checks.DEFAULTS}:
             checks.refuse_argument(self._owner, name, settings[name])
+        every = {**checks.DEFAULTS, **self.other_defaults, **settings}
+        checks.defaults(self._owner, every, self.own_settings)
         checks.iterable(self._owner, params)
         self._fused_engine = fused.Engine()
         order = ("lr", *own, *checks.DEFAULTS)
-        every = {**checks.DEFAULTS, **self.other_defaults, **settings}
         super().__init__(params, {name: every[name] for name in order})
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -67,9 +68,10 @@ class BlockOptimizer(Optimizer):
         signature = inspect.signature(cls.__init__)
         named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         if len(named) < len(signature.parameters):
+            defaults = {**checks.DEFAULTS, **cls.other_defaults, "foreach": None}
             shared = [
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-                for name, default in {**checks.DEFAULTS, **cls.other_defaults}.items()
+                for name, default in defaults.items()
                 if name not in signature.parameters
             ]
             cls.__signature__ = signature.replace(parameters=[*named[1:], *shared])  # type: ignore[attr-defined]
@@ -144,7 +146,8 @@ class BlockOptimizer(Optimizer):
     def _due(self, settings: list[Settings]) -> list[_Due]:
         """The parameters that have a gradient. Everything is checked before any state is made."""
         due = []
-        for number, (group, its) in enumerate(zip(self.param_groups, settings, strict=True)):
+        groups = map(checks.numbers, self.param_groups)
+        for number, (group, its) in enumerate(zip(groups, settings, strict=True)):
             lam = self._lam(group)
             for i, p in enumerate(group["params"]):
                 if p.grad is not None:
@@ -242,11 +245,12 @@ class BlockOptimizer(Optimizer):
         for p, shape in zip(tensors, shapes, strict=True):
             sharded.check(self._owner, p, shape)
             checks.representable(self._owner, group["b_init"], state.b_dtype(p))
-            if group["fused"]:
+            if group["fused"] and not fused.is_quietly_plain(p):
                 self._insist_on_fused(p, self._settings(group))
         if group["joint"]:
             sharded.check_joint(self._owner, tensors, shapes)
-        super().add_param_group(group)
+        param_group.update(group)  # as with torch, it stays the same object
+        super().add_param_group(param_group)
 
     def _insist_on_fused(self, p: Tensor, settings: Settings) -> None:
         if (reason := fused.why_never(self, p, settings)) is not None:

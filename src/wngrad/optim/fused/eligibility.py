@@ -90,6 +90,14 @@ def why_never(optimizer: Stepper, p: Tensor, settings: Settings) -> str | None:
     return None if p.dtype in DTYPES else f"its type is {p.dtype}"
 
 
+def is_quietly_plain(p: Tensor) -> bool:
+    """Whether even `fused=True` means the plain step: torch's fused steps take it on a CPU.
+
+    So a trainer whose default that is trains float64 and float16 parameters, too.
+    """
+    return p.device.type == "cpu" and p.dtype in (torch.float64, torch.float16)
+
+
 def why_not_now(optimizer: Stepper, unit: SharedBlocks, lr: Any) -> str | None:
     """Why parameters that share their b do not take the fused step; None if they do."""
     members, absent, device = unit.members, unit.members_without_gradient, unit.members[0].p.device

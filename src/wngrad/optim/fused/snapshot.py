@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from wngrad.optim import memory, sharded
-from wngrad.optim.checks import Settings
+from wngrad.optim.checks import Settings, item
 from wngrad.optim.fused import library
 from wngrad.optim.fused.records import FLOAT32, FLOAT64, NUMBER, bits
 
@@ -68,7 +68,7 @@ class Snapshots:
         words: list[int] = []
         choices: list[Any] = []
         for group, its in zip(groups, settings, strict=True):
-            lr, mu = group["lr"], group[own]
+            lr, mu = group["lr"], item(group[own])
             if (lam := rate(lr)) is None:
                 return None
             words += lam
