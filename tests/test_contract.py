@@ -262,6 +262,25 @@ def test_a_pickle_of_an_older_release_gets_the_missing_settings(optimizer):
     assert again.param_groups[0]["hold_1d"] is opt.defaults["hold_1d"]
 
 
+def test_a_checkpoint_and_a_pickle_from_when_momentum_was_beta_are_read():
+    a, b = twins()
+    opt, other = WNAdam(a.parameters(), beta=0.5), WNAdam(b.parameters(), beta=0.9)
+    train(a, opt, 2)
+    b.load_state_dict(a.state_dict())
+    saved = copy.deepcopy(opt.state_dict())
+    for group in saved["param_groups"]:
+        group["beta"] = group.pop("momentum")
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["momentum"] == 0.5
+    for settings in (opt.defaults, *opt.param_groups):
+        settings["beta"] = settings.pop("momentum")
+    a, opt = pickle.loads(pickle.dumps((a, opt)))
+    assert opt.defaults["momentum"] == 0.5
+    train(a, opt, 2, first=2)
+    train(b, other, 2, first=2)
+    assert same(a, b)
+
+
 def test_a_scheduler_may_go_down_to_zero(optimizer):
     model = network()
     opt = optimizer(model.parameters())

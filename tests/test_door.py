@@ -328,8 +328,6 @@ def test_arguments_of_other_optimizers_are_refused_with_what_to_pass(make, name,
         make(params(), **{name: value})
     with pytest.raises(TypeError, match=r"`beta` is not an argument, got 0\.9; use `momentum`"):
         WNGrad(params(), beta=0.9)
-    with pytest.raises(TypeError, match=r"`momentum` is not an argument, got 0\.9; use `beta`"):
-        WNAdam(params(), momentum=0.9)
 
 
 @pytest.mark.parametrize("fused", [None, False])
@@ -413,7 +411,7 @@ junk = st.one_of(
     st.sampled_from([torch.ones(()), torch.ones(2), -torch.ones(1), object(), len, 1j, b"x"]),
     st.builds(lambda v: lambda p: v, st.one_of(st.none(), st.lists(st.integers(-2, 6)))),
 )
-names = st.sampled_from(sorted(WNGrad(params()).defaults | WNAdam(params()).defaults))
+names = st.sampled_from(sorted({**WNGrad(params()).defaults, "beta": 0.9}))
 
 
 def only_named_errors(case):
@@ -440,6 +438,38 @@ def test_whatever_comes_in_only_named_errors_come_out(case):
 def test_ten_thousand_bad_arguments(case):
     """N6."""
     only_named_errors(case)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_beta_is_one_setting_under_either_name(fused):
+    """In the constructor, in a group, and set later; the group holds it as `momentum`."""
+    tensors = [torch.ones(3, 5) for _ in range(5)]
+    a, b, c, d, e = (nn.Parameter(t) for t in tensors)
+    given = {"params": [c], "beta": 0.5}
+    opts = [
+        WNAdam([a], beta=0.5, fused=fused),
+        WNAdam([b], momentum=0.5, fused=fused),
+        WNAdam([given], fused=fused),
+        WNAdam([d], fused=fused),
+    ]
+    opts[3].param_groups[0]["beta"] = 0.5
+    opts.append(WNAdam([e], **{**opts[0].defaults, "foreach": None}))
+    for k in range(3):
+        for opt in opts:
+            (p,) = opt.param_groups[0]["params"]
+            p.grad = torch.full((3, 5), k + 1.0)
+            opt.step()
+    for opt in opts:
+        assert opt.param_groups[0]["momentum"] == 0.5
+        assert "beta" not in opt.param_groups[0]
+    assert all(torch.equal(a, p) for p in (b, c, d, e))
+    opts[0].param_groups[0]["beta"] = 1.5
+    with pytest.raises(ValueError, match=r"^WNAdam: `beta` must be in \[0, 1\), got 1\.5"):
+        opts[0].step()
+    with pytest.raises(ValueError, match=r"^WNAdam: `beta` must be in \[0, 1\), got 1\.5"):
+        WNAdam([{"params": [a], "beta": 1.5}])
+    with pytest.raises(ValueError, match=r"^WNAdam: `momentum` must be `beta`.*0\.6 and 0\.5"):
+        WNAdam([a], beta=0.5, momentum=0.6)
 
 
 # ------------------------------------------------------------------ torch's habits

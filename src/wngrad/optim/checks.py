@@ -331,7 +331,6 @@ _cached = lru_cache(maxsize=1024, typed=True)(_checked)
 _INSTEAD = {  # of arguments that torch's optimizers take
     "beta": "use `momentum`",
     "betas": "use `momentum` of WNGrad or `beta` of WNAdam for the first; b takes no second",
-    "momentum": "use `beta`",
     "eps": "leave it out, since b is never 0",
     "nesterov": "leave it out, and use `momentum` alone",
     "dampening": "leave it out, and use `momentum` alone",

@@ -47,6 +47,9 @@ class BlockOptimizer(Optimizer):
     own_settings: ClassVar[checks.Own] = ()  # the settings it adds, each with its check
     other_defaults: ClassVar[checks.Options] = {}  # where they are not those of `checks.DEFAULTS`
 
+    # Settings that may also be set under another name, such as that of earlier releases.
+    other_names: ClassVar[dict[str, str]] = {}
+
     # Lets GradScaler hand `grad_scale` and `found_inf` to the step instead of synchronizing.
     _step_supports_amp_scaling = True
     _swapped = False  # within `averaged`
@@ -108,6 +111,10 @@ class BlockOptimizer(Optimizer):
         if self._swapped:
             raise RuntimeError(f"{owner}: `step` must not be taken within `averaged`.")
         memo = None if torch.compiler.is_compiling() else engine.memo
+        for name in self.other_names:
+            for group in self.param_groups:
+                if name in group:
+                    self._rename(group)
         settings = [checks.settings(owner, group, own, memo) for group in self.param_groups]
         for group in self.param_groups:
             checks.rate_now(owner, group["lr"])
@@ -237,7 +244,7 @@ class BlockOptimizer(Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; its settings override the defaults and are checked first."""
         params = checks.listed(self._owner, param_group)
-        group = {**self.defaults, **param_group, "params": params}
+        group = {**self.defaults, **self._rename(dict(param_group)), "params": params}
         tensors = checks.parameters(self._owner, params)
         group |= checks.plain(self._owner, group, self.own_settings)
         group["per"] = blocks.resolve(self._owner, group["per"], tensors)
@@ -249,8 +256,16 @@ class BlockOptimizer(Optimizer):
                 self._insist_on_fused(p, self._settings(group))
         if group["joint"]:
             sharded.check_joint(self._owner, tensors, shapes)
-        param_group.update(group)  # as with torch, it stays the same object
+        self._rename(param_group).update(group)  # as with torch, it stays the same object
         super().add_param_group(param_group)
+
+    def _rename(self, group: Group) -> Group:
+        """Take over what was set under another name, checked under that."""
+        for name, own in self.other_names.items():
+            if name in group:
+                dict(self.own_settings)[own](self._owner, name, group[name])
+                group[own] = group.pop(name)
+        return group
 
     def _insist_on_fused(self, p: Tensor, settings: Settings) -> None:
         if (reason := fused.why_never(self, p, settings)) is not None:
@@ -268,7 +283,9 @@ class BlockOptimizer(Optimizer):
         if isinstance(per := self.defaults["per"], blocks.PortableCallable):
             self.defaults["per"] = per.function
         self._engine.forget()
+        self._rename(self.defaults)
         for group in self.param_groups:  # from a release that did not have them all
+            self._rename(group)
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
             group["b_init"] = checks.b_init(self._owner, "b_init", group["b_init"])
