@@ -276,14 +276,20 @@ def run_in_lock_step(case):
         same = twin(kind, params, opt, dtype, options)
         wide = twin(kind, params, opt, torch.float64, options)
         said = take(opt, params, grads, case)
+        divided = 1.0 if said or case["scale"] is None else case["scale"]
+        for g, a in zip(grads, asked, strict=True):  # the gradients are as they were, or unscaled
+            if g is not None:
+                left = (a.float() / divided).to(dtype)
+                assert torch.equal(g.nan_to_num(POISON), left.nan_to_num(POISON))
         for theirs, plain in (same, wide):
+            for g, a in zip(grads, asked, strict=True):
+                if g is not None:
+                    g.copy_(a)
             assert (take(plain, theirs, grads, case) is None) == (said is None)
         if said is not None:
             assert all(torch.equal(p, x) for p, (x, _) in zip(params, before, strict=True))
             return
         assert not opt.why_plain()
-        for g, a in zip(grads, asked, strict=True):  # the gradients are as they were
-            assert g is a is None or torch.equal(g.nan_to_num(POISON), a.nan_to_num(POISON))
         assert_alike(params, opt, *same, before, SPACING[dtype])
         assert_alike(params, opt, *wide, before, SPACING[dtype])
     for room, t in rooms:  # nothing beside the parameters was written

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from wngrad.optim import average, blocks, checks, diagnosis, fused, report, sharded, state
+from wngrad.optim import (
+    average,
+    blocks,
+    checks,
+    diagnosis,
+    fused,
+    report,
+    scaling,
+    sharded,
+    state,
+)
 from wngrad.optim.checks import Settings
 from wngrad.optim.directions import Direction
 from wngrad.optim.state import Group, shape_of
@@ -103,6 +113,8 @@ class BlockOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._take()
+        if (scale := getattr(self, "grad_scale", None)) is not None:
+            scaling.unscale((p for group in self.param_groups for p in group["params"]), scale)
         return loss
 
     def _take(self) -> None:
