@@ -195,6 +195,25 @@ def test_b_keeps_its_type_and_bits_through_a_checkpoint(optimizer, dtype):
     assert other.state[p]["b"].dtype == torch.promote_types(dtype, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64, torch.float64])
+@pytest.mark.parametrize("of_p", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_checkpoint_cast_as_a_whole_gets_its_types_back(optimizer, dtype, of_p):
+    p = nn.Parameter(torch.ones(4, 3, dtype=of_p))
+    opt = optimizer([p], nonfinite="skip")
+    p.grad = torch.ones(4, 3, dtype=of_p)
+    opt.step()
+    before = {key: opt.state[p][key] for key in ("b", "t", "skipped")}
+    cast = copy.deepcopy(opt.state_dict())
+    for key in before:
+        cast["state"][0][key] = cast["state"][0][key].ceil().to(dtype)
+    opt.load_state_dict(cast)
+    for key, was in before.items():
+        wide = key != "skipped" and dtype == torch.float64
+        assert opt.state[p][key].dtype == (torch.float64 if wide else was.dtype)
+        assert torch.equal(opt.state[p][key].double(), was.double().ceil())
+    opt.step()
+
+
 def test_loading_does_not_tie_two_optimizers_together(optimizer):
     a, b = twins()
     one, other = optimizer(a.parameters()), optimizer(b.parameters())
@@ -241,6 +260,25 @@ def test_a_pickle_of_an_older_release_gets_the_missing_settings(optimizer):
         del group["hold_1d"]
     again = pickle.loads(pickle.dumps(opt))
     assert again.param_groups[0]["hold_1d"] is opt.defaults["hold_1d"]
+
+
+def test_a_checkpoint_and_a_pickle_from_when_momentum_was_beta_are_read():
+    a, b = twins()
+    opt, other = WNAdam(a.parameters(), beta=0.5), WNAdam(b.parameters(), beta=0.9)
+    train(a, opt, 2)
+    b.load_state_dict(a.state_dict())
+    saved = copy.deepcopy(opt.state_dict())
+    for group in saved["param_groups"]:
+        group["beta"] = group.pop("momentum")
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["momentum"] == 0.5
+    for settings in (opt.defaults, *opt.param_groups):
+        settings["beta"] = settings.pop("momentum")
+    a, opt = pickle.loads(pickle.dumps((a, opt)))
+    assert opt.defaults["momentum"] == 0.5
+    train(a, opt, 2, first=2)
+    train(b, other, 2, first=2)
+    assert same(a, b)
 
 
 def test_a_scheduler_may_go_down_to_zero(optimizer):
@@ -352,6 +390,40 @@ def test_one_group_may_hold_several_types(optimizer):
     first = params[1].detach()
     for p in params:
         torch.testing.assert_close(p.detach().double(), first, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+@pytest.mark.parametrize("options", [{"joint": True}, {"per": "model"}], ids=str)
+@pytest.mark.parametrize("wide", [torch.float64, torch.complex128])
+def test_parameters_that_share_b_keep_it_in_the_widest_type_of_them(options, nonfinite, wide):
+    """A b beyond float32 is a number for all of them, also after a checkpoint."""
+    p, q = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2, dtype=wide))
+    opt = WNGrad([p, q], nonfinite=nonfinite, **options)
+    for k in range(3):
+        p.grad = torch.ones(3, 2)
+        q.grad = torch.full((3, 2), 1e30 if k else 1.0, dtype=wide)
+        opt.step()
+        if k == 1:
+            opt.load_state_dict(pickle.loads(pickle.dumps(opt.state_dict())))
+    of_p, of_q = opt.state[p]["b"], opt.state[q]["b"]
+    assert of_p.dtype == of_q.dtype == torch.float64
+    assert torch.equal(of_p, of_q)
+    assert (of_p > 1e39).all()
+    assert of_p.isfinite().all()
+    assert p.isfinite().all()
+    assert q.isfinite().all()
+    assert opt.skipped() == 0
+
+
+def test_a_narrow_b_in_a_checkpoint_of_parameters_that_share_it_is_widened():
+    p, q = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2).double())
+    opt = WNGrad([p, q], joint=True)
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    opt.step()
+    saved = copy.deepcopy(opt.state_dict())
+    saved["state"][0]["b"] = saved["state"][0]["b"].float()
+    opt.load_state_dict(saved)
+    assert opt.state[p]["b"].dtype == torch.float64
 
 
 def test_ten_differentiable_steps_have_the_gradient_finite_differences_give(optimizer):
@@ -519,6 +591,55 @@ def test_an_optimizer_with_a_callable_per_can_be_pickled():
     opt = WNGrad([p], per=lambda p: (2, 1))
     again = pickle.loads(pickle.dumps(opt))
     assert again.param_groups[0]["per"] == [(2, 1)]
+
+
+def halves(p):
+    return (2,) + (1,) * (p.dim() - 1)
+
+
+def added(opt):
+    opt.add_param_group({"params": [nn.Parameter(torch.ones(6, 2))]})
+    return opt.param_groups[-1]["per"]
+
+
+def by_pickle(opt):
+    return pickle.loads(pickle.dumps(opt))
+
+
+@pytest.mark.parametrize("copied", [by_pickle, copy.deepcopy, copy.copy])
+def test_a_callable_per_is_kept_for_groups_added_to_a_copy(copied):
+    opt = WNGrad([nn.Parameter(torch.ones(4, 2))], per=halves)
+    assert added(copied(opt)) == [(2, 1)]
+    assert added(copied(copied(opt))) == [(2, 1)]
+    assert added(opt) == [(2, 1)]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy])
+def test_a_callable_per_that_cannot_be_pickled_is_kept_by_copies(copied):
+    opt = WNGrad([nn.Parameter(torch.ones(4, 2))], per=lambda p: (2, 1))
+    assert added(copied(opt)) == [(2, 1)]
+
+
+def test_a_callable_per_that_cannot_be_pickled_must_be_given_again():
+    def gone(p):
+        return (2, 1)
+
+    opt = WNGrad([nn.Parameter(torch.ones(4, 2))], per=gone)
+    for again in (by_pickle(opt), by_pickle(by_pickle(opt)), copy.deepcopy(by_pickle(opt))):
+        with pytest.raises(ValueError, match=r"^WNGrad: `per` must be given.*got no .*gone"):
+            added(again)
+        assert len(again.param_groups) == 1
+        again.add_param_group({"params": [nn.Parameter(torch.ones(6, 2))], "per": "tensor"})
+
+
+def test_a_callable_per_that_another_process_lacks_does_not_keep_the_pickle_from_loading(
+    monkeypatch,
+):
+    saved = pickle.dumps(WNGrad([nn.Parameter(torch.ones(4, 2))], per=halves))
+    monkeypatch.delattr(f"{__name__}.halves")
+    again = pickle.loads(saved)
+    with pytest.raises(ValueError, match=r"^WNGrad: `per` must be given.*got no .*halves"):
+        added(again)
 
 
 def test_what_others_keep_in_the_state_is_left_alone(optimizer):

@@ -20,30 +20,28 @@ def lam(step: int) -> float:
     return 0.9**step
 
 
-# Each takes the optimizer, and whether the schedule may turn its momentum as well.
+# Each takes the optimizer; those with a cycle turn its momentum, or β, as well.
 TABLE = {
-    "LambdaLR": lambda opt, cycle: schedulers.LambdaLR(opt, lam),
-    "MultiplicativeLR": lambda opt, cycle: schedulers.MultiplicativeLR(opt, lam),
-    "StepLR": lambda opt, cycle: schedulers.StepLR(opt, 3, 0.5),
-    "MultiStepLR": lambda opt, cycle: schedulers.MultiStepLR(opt, [2, 5, 6], 0.3),
-    "ConstantLR": lambda opt, cycle: schedulers.ConstantLR(opt, 0.3, 4),
-    "LinearLR": lambda opt, cycle: schedulers.LinearLR(opt, 0.1, 1.0, 5),
-    "ExponentialLR": lambda opt, cycle: schedulers.ExponentialLR(opt, 0.8),
-    "CosineAnnealingLR": lambda opt, cycle: schedulers.CosineAnnealingLR(opt, 8),  # to 0, and up
-    "CosineAnnealingWarmRestarts": lambda opt, cycle: schedulers.CosineAnnealingWarmRestarts(
-        opt, 3, 2
-    ),
-    "PolynomialLR": lambda opt, cycle: schedulers.PolynomialLR(opt, 9, 2.0),  # 0 from step 9 on
-    "OneCycleLR": lambda opt, cycle: schedulers.OneCycleLR(opt, 2.0, 13, cycle_momentum=cycle),
-    "CyclicLR": lambda opt, cycle: schedulers.CyclicLR(opt, 0.1, 1.0, 4, cycle_momentum=cycle),
-    "ReduceLROnPlateau": lambda opt, cycle: schedulers.ReduceLROnPlateau(opt, patience=2),
-    "SequentialLR": lambda opt, cycle: schedulers.SequentialLR(
+    "LambdaLR": lambda opt: schedulers.LambdaLR(opt, lam),
+    "MultiplicativeLR": lambda opt: schedulers.MultiplicativeLR(opt, lam),
+    "StepLR": lambda opt: schedulers.StepLR(opt, 3, 0.5),
+    "MultiStepLR": lambda opt: schedulers.MultiStepLR(opt, [2, 5, 6], 0.3),
+    "ConstantLR": lambda opt: schedulers.ConstantLR(opt, 0.3, 4),
+    "LinearLR": lambda opt: schedulers.LinearLR(opt, 0.1, 1.0, 5),
+    "ExponentialLR": lambda opt: schedulers.ExponentialLR(opt, 0.8),
+    "CosineAnnealingLR": lambda opt: schedulers.CosineAnnealingLR(opt, 8),  # to 0, and up
+    "CosineAnnealingWarmRestarts": lambda opt: schedulers.CosineAnnealingWarmRestarts(opt, 3, 2),
+    "PolynomialLR": lambda opt: schedulers.PolynomialLR(opt, 9, 2.0),  # 0 from step 9 on
+    "OneCycleLR": lambda opt: schedulers.OneCycleLR(opt, 2.0, 13),
+    "CyclicLR": lambda opt: schedulers.CyclicLR(opt, 0.1, 1.0, 4),
+    "ReduceLROnPlateau": lambda opt: schedulers.ReduceLROnPlateau(opt, patience=2),
+    "SequentialLR": lambda opt: schedulers.SequentialLR(
         opt, [schedulers.LinearLR(opt, 0.1, 1.0, 4), schedulers.CosineAnnealingLR(opt, 9)], [4]
     ),
-    "ChainedScheduler": lambda opt, cycle: schedulers.ChainedScheduler(
+    "ChainedScheduler": lambda opt: schedulers.ChainedScheduler(
         [schedulers.ConstantLR(opt, 0.5, 3), schedulers.ExponentialLR(opt, 0.9)]
     ),
-    "SWALR": lambda opt, cycle: SWALR(opt, 0.05, 6),
+    "SWALR": lambda opt: SWALR(opt, 0.05, 6),
 }
 
 
@@ -60,11 +58,6 @@ def make(request):
 def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def cycles(make):
-    """WNAdam's `beta` is neither of the names these schedulers turn, `momentum` and `betas`."""
-    return make is not WNAdam
 
 
 def settings(opt):
@@ -96,8 +89,8 @@ def test_the_table_has_every_scheduler_of_torch():
 def test_lam_is_what_torch_gives_sgd(schedule, make):
     a, b = network(), network()
     opt, sgd = make(a.parameters(), lr=START), torch.optim.SGD(b.parameters(), lr=START)
-    used = train(a, opt, range(STEPS), schedule(opt, cycles(make)))
-    expected = train(b, sgd, range(STEPS), schedule(sgd, cycles(make)))
+    used = train(a, opt, range(STEPS), schedule(opt))
+    expected = train(b, sgd, range(STEPS), schedule(sgd))
     assert [s["lr"] for s in used] == [s["lr"] for s in expected]
     assert len({s["lr"] for s in used}) > 1
     if make is WNGrad:
@@ -110,7 +103,7 @@ def test_a_schedule_is_lam_set_by_hand(schedule, make, as_tensor):
     a, b = network(), network()
     start = torch.tensor(START, dtype=torch.float64) if as_tensor else START
     one, other = make(a.parameters(), lr=start), make(b.parameters(), lr=START)
-    used = train(a, one, range(STEPS), schedule(one, cycles(make)))
+    used = train(a, one, range(STEPS), schedule(one))
     by_hand = [{**s, "lr": torch.tensor(s["lr"], dtype=torch.float64)} for s in used]
     train(b, other, range(STEPS), by_hand=by_hand if as_tensor else used)
     assert same(a, b)
@@ -121,15 +114,15 @@ def test_a_schedule_is_lam_set_by_hand(schedule, make, as_tensor):
 def test_optimizer_and_schedule_resume_from_a_file_bit_for_bit(schedule, make):
     a, b = network(), network()
     whole, first = make(a.parameters(), lr=START), make(b.parameters(), lr=START)
-    train(a, whole, range(STEPS), schedule(whole, cycles(make)))
-    plan = schedule(first, cycles(make))
+    train(a, whole, range(STEPS), schedule(whole))
+    plan = schedule(first)
     train(b, first, range(5), plan)
     file = io.BytesIO()
     torch.save([b.state_dict(), first.state_dict(), plan.state_dict()], file)
     file.seek(0)
     c = network()
     second = make(c.parameters(), lr=START)
-    plan = schedule(second, cycles(make))
+    plan = schedule(second)
     for part, saved in zip((c, second, plan), torch.load(file, weights_only=True), strict=True):
         part.load_state_dict(saved)
     train(c, second, range(5, STEPS), plan)
@@ -146,7 +139,11 @@ def test_groups_have_schedules_of_their_own(make):
     assert [group["lr"] for group in opt.param_groups] == [1.0, 0.1 * lam(4)]
 
 
-def test_wnadam_has_no_momentum_to_cycle():
-    """torch says so itself; `cycle_momentum=False` is the way."""
-    with pytest.raises(ValueError, match="momentum"):
-        schedulers.OneCycleLR(WNAdam(network().parameters()), 1.0, 10)
+@pytest.mark.parametrize("name", ["OneCycleLR", "CyclicLR"])
+def test_a_cycle_turns_beta_as_it_turns_the_momentum_of_sgd(name):
+    a, b = network(), network()
+    opt, sgd = WNAdam(a.parameters(), beta=0.7), torch.optim.SGD(b.parameters(), lr=1.0)
+    used = train(a, opt, range(STEPS), TABLE[name](opt))
+    expected = train(b, sgd, range(STEPS), TABLE[name](sgd))
+    assert [s["momentum"] for s in used] == [s["momentum"] for s in expected]
+    assert len({s["momentum"] for s in used}) > 3

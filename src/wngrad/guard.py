@@ -21,6 +21,7 @@ def guarded_b(
     lam: Any,
     *,
     c: Any = None,
+    b1: Any = None,
     floor: float = 0.0,
     hold: bool = False,
     norm: Array | None = None,
@@ -38,6 +39,7 @@ def guarded_b(
         sq_norm: ‖g‖² of every block; not read where `norm` is given.
         lam: λ.
         c: C of the first b₁ = C·λ·‖g‖, for blocks that have none; None if b is set at the start.
+        b1: what blocks that have none start from, where it is a number.
         floor: the least ‖g‖ and b₁ that set a b; below it entries may be denormal, with too few
             digits to start from (`tiny / eps` of b's type).
         hold: keep the b of every block that has one.
@@ -54,8 +56,10 @@ def guarded_b(
     grow = rule.next_b if norm is None else rule.next_b_of_norm
     if c is not None:
         length = safe_sqrt(xp, sq_norm) if norm is None else norm
-        b1 = rule.first_b(length, lam, c)
-        b = xp.where((b == 0) & (length >= floor) & (b1 >= floor), b1, b)
+        first = rule.first_b(length, lam, c)
+        b = xp.where((b == 0) & (length >= floor) & (first >= floor), first, b)
+    elif b1 is not None:
+        b = xp.where(b == 0, b1, b)
     if not hold:
         unset = b == 0
         # 0·‖g‖² keeps b at 0, and lets a NaN show.

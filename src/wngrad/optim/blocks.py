@@ -7,8 +7,10 @@ of it, `(heads, 1)` one for every attention head's rows.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Sequence
-from typing import Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +19,40 @@ Shape = tuple[int, ...]
 PerName = Literal["neuron", "tensor", "model", "slice"]
 NAMES = get_args(PerName)
 Per = PerName | Sequence[Sequence[int]] | Callable[[Tensor], Sequence[int]]
+
+
+class LostCallable(NamedTuple):
+    """Stands for a callable `per` that could not be pickled, or not be found again."""
+
+    name: str
+
+
+class PortableCallable:
+    """A callable `per` that any optimizer can be copied and pickled with.
+
+    Copies keep the callable. So does a pickle if it can; else, where it is loaded, a `LostCallable`
+    stands in its place.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PortableCallable:
+        return PortableCallable(copy.deepcopy(self.function, memo))
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[bytes | None, str]]:
+        try:
+            data = pickle.dumps(self.function)
+        except Exception:  # Whatever its class raises, it is not picklable.
+            data = None
+        return _unpickled, (data, getattr(self.function, "__qualname__", repr(self.function)))
+
+
+def _unpickled(data: bytes | None, name: str) -> PortableCallable | LostCallable:
+    try:
+        return LostCallable(name) if data is None else PortableCallable(pickle.loads(data))
+    except Exception:  # It is not in this process.
+        return LostCallable(name)
 
 
 def named_shape(shape: Shape, per: PerName) -> Shape:
@@ -37,6 +73,11 @@ def resolve(owner: str, per: Per, params: Sequence[Tensor]) -> PerName | list[Sh
             names = ", ".join(map(repr, NAMES))
             raise ValueError(f"{owner}: `per` must be one of {names} or a callable, got {per!r}.")
         return per
+    if isinstance(per, LostCallable):
+        raise ValueError(
+            f"{owner}: `per` must be given for a group added after a pickle was loaded, unless it "
+            f"was a name or a function that can be imported, got no `{per.name}` from the pickle."
+        )
     if callable(per):
         shapes = [per(p) for p in params]
     elif isinstance(per, Sequence) and len(per) == len(params):

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from numbers import Real
 from operator import is_, itemgetter
-from typing import Any, Literal, NoReturn, TypedDict, get_args
+from typing import Any, Literal, NoReturn, TypedDict, cast, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from wngrad.optim.blocks import NAMES, Per, Shape
+from wngrad.optim import memory, sharded
+from wngrad.optim.blocks import NAMES, Per, Shape, named_shape, resolve
 
 Nonfinite = Literal["propagate", "skip", "raise"]
 BInit = float | Literal["gradient"] | tuple[Literal["gradient"], float]
 Check = Callable[[str, str, object], Any]  # of (owner, name, value): the value as plain data
 
-_MAX_RATE = 1e150  # λ² must be a number.
+_MAX_RATE = torch.finfo(torch.float32).max  # x moves in float32, or wider
+_PLAIN_TENSORS = {Tensor, nn.Parameter}
 _B_INIT = '`b_init` must be a number, "gradient" or ("gradient", C)'
 
 
@@ -43,12 +45,21 @@ def finite(owner: str, name: str, value: object, *, above: float | None = None) 
     return x
 
 
+def item(value: object) -> object:
+    """What a tensor of one element holds; all else as it is."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
 def fraction(owner: str, name: str, value: object) -> float:
-    """A number in [0, 1)."""
-    x = real(owner, name, value)
+    """A number in [0, 1), or a tensor of one element that holds it."""
+    x = real(owner, name, value := item(value))
     if not 0 <= x < 1:
         raise ValueError(f"{owner}: `{name}` must be in [0, 1), got {value!r}.")
     return x
+
+
+def _decay(owner: str, name: str, value: object) -> float:
+    return finite(owner, name, item(value))
 
 
 def flag(owner: str, name: str, value: object) -> bool:
@@ -72,12 +83,20 @@ def rate(owner: str, value: object) -> float | Tensor:
     return value if isinstance(value, Tensor) else real(owner, "lr", value)
 
 
+def rate_now(owner: str, lr: object) -> None:
+    """λ as it was set after the start: a finite number, or a tensor, of which a step reads more."""
+    if isinstance(lr, Tensor) or (type(lr) is float and -_MAX_RATE <= lr <= _MAX_RATE):
+        return
+    if not abs(real(owner, "lr", lr)) <= _MAX_RATE:  # also catches nan
+        raise ValueError(f"{owner}: `lr` must be finite and <= {_MAX_RATE:g}, got {lr!r}.")
+
+
 def scalar(owner: str, lr: Tensor) -> Tensor:
     """A tensor λ without its dimensions."""
     if lr.numel() != 1 or lr.dim() > 2 or lr.is_complex():
         raise ValueError(
-            f"{owner}: `lr` as a tensor must have one real element in 0 to 2 dimensions, "
-            f"got shape {tuple(lr.shape)} and dtype {lr.dtype}."
+            f"{owner}: `lr` as a tensor must have one real element in 0 to 2 dimensions (Tensor lr "
+            f"must be 1-element), got shape {tuple(lr.shape)} and dtype {lr.dtype}."
         )
     return lr.reshape(())
 
@@ -99,7 +118,7 @@ def _nonfinite(owner: str, name: str, value: object) -> str:
     return one_of(owner, name, value, get_args(Nonfinite))
 
 
-def _flag_or_none(owner: str, name: str, value: object) -> bool | None:
+def flag_or_none(owner: str, name: str, value: object) -> bool | None:
     return None if value is None else flag(owner, name, value)
 
 
@@ -110,6 +129,10 @@ def _finite_or_none(owner: str, name: str, value: object) -> float | None:
 def _per(owner: str, name: str, value: object) -> object:
     """A name, or the shapes that `blocks.resolve` has made of a callable or a list."""
     if isinstance(value, list):
+        if not all(isinstance(shape, (tuple, list)) for shape in value):
+            raise TypeError(
+                f"{owner}: `{name}` must hold a shape for each parameter, got {value!r}."
+            )
         return tuple(map(tuple, value))
     return one_of(owner, name, value, NAMES, " or a callable")
 
@@ -132,6 +155,7 @@ class Options(TypedDict, total=False):
     fused: bool | None
     stochastic_rounding: bool
     average: float | None
+    foreach: bool | None  # for torch's sake; the plain step is over lists anyway
 
 
 DEFAULTS: Options = {
@@ -149,7 +173,7 @@ DEFAULTS: Options = {
     "average": None,
 }
 _CHECKS: dict[str, Check] = {
-    "weight_decay": finite,
+    "weight_decay": _decay,
     "decoupled_weight_decay": flag,
     "b_init": b_init,
     "hold_1d": flag,
@@ -157,7 +181,7 @@ _CHECKS: dict[str, Check] = {
     "nonfinite": _nonfinite,
     "maximize": flag,
     "differentiable": flag,
-    "fused": _flag_or_none,
+    "fused": flag_or_none,
     "stochastic_rounding": flag,
     "average": _finite_or_none,
     "per": _per,
@@ -197,8 +221,8 @@ class Settings:
 
     @property
     def choices(self) -> tuple[object, ...]:
-        """All but the numbers, which a kernel reads anew in each step."""
-        numbers = (self.weight_decay != 0, self.c is None)
+        """All but numbers that a kernel reads anew in each step."""
+        numbers = (self.weight_decay != 0, self.b_init if self.c is None else None)
         flags = (self.decoupled_weight_decay, self.hold_1d, self.joint, self.nonfinite)
         rest = (self.differentiable, self.fused, self.stochastic_rounding, self.per)
         return (*numbers, *flags, *rest, self.average is None)
@@ -208,11 +232,29 @@ Own = tuple[tuple[str, Check], ...]  # the settings that one optimizer adds, eac
 
 
 def plain(owner: str, group: Mapping[str, Any], own: Own) -> dict[str, Any]:
-    """Every setting of a new group but `per`, checked and as plain data."""
+    """Every setting of a new group but `per`, checked and as plain data.
+
+    A tensor that stands for a number stays: it may change in place, and is read in each step.
+    """
     every = {**_CHECKS, **dict(own)}
     del every["per"]
     settings = {name: check(owner, name, group[name]) for name, check in every.items()}
-    return {"lr": rate(owner, group["lr"]), **settings}
+    tensors = {name: group[name] for name in settings if isinstance(group[name], Tensor)}
+    return {"lr": rate(owner, group["lr"]), **settings, **tensors}
+
+
+def defaults(owner: str, settings: dict[str, Any], own: Own) -> None:
+    """Check what an optimizer is made with, before it looks at its parameters."""
+    plain(owner, settings, own)
+    if isinstance(settings["per"], str):
+        _per(owner, "per", settings["per"])
+    flag_or_none(owner, "foreach", settings.get("foreach"))
+
+
+def numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """The group with numbers in the place of tensors but λ; itself where there are none."""
+    tensors = [name for name, v in group.items() if isinstance(v, Tensor) and name != "lr"]
+    return {**group, **{name: item(group[name]) for name in tensors}} if tensors else group
 
 
 _MEMORIZED = 256
@@ -235,6 +277,9 @@ def settings(owner: str, group: dict[str, Any], own: Own, memo: Memo | None = No
     if (known := memo.get(id(group))) is not None and all(map(is_, values, known[0])):
         return known[1]
     checked = _now(owner, group, own, values)
+    _fit(owner, group)
+    if any(isinstance(value, Tensor) for value in values):  # which may change in place
+        return checked
     if len(memo) >= _MEMORIZED:  # of groups that may be gone
         memo.clear()
     memo[id(group)] = _values(own)(group), checked
@@ -250,13 +295,25 @@ def _values(own: Own) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
 def _now(owner: str, group: dict[str, Any], own: Own, values: tuple[Any, ...]) -> Settings:
     if not _PLAIN.issuperset(map(type, values)):
         for name, check in (*_CHECKS.items(), *own):
-            if name != "per":  # which stays a list of shapes
+            # `per` stays a list of shapes, and a tensor what it is.
+            if name != "per" and not isinstance(group[name], Tensor):
                 group[name] = check(owner, name, group[name])
-        return _checked(owner, own, _values(own)(group))
+        values = tuple(map(item, _values(own)(group)))
     try:
         return _cached(owner, own, values)
     except TypeError:  # perhaps a tuple of something that cannot be a key
         return _checked(owner, own, values)
+
+
+def _fit(owner: str, group: dict[str, Any]) -> None:
+    """Refuse shapes in `per`, or a `joint`, that do not fit the group's parameters."""
+    params, per = group["params"], group["per"]
+    if isinstance(per, list):
+        shapes = cast(list[Shape], resolve(owner, per, params))
+    elif group["joint"]:
+        shapes = [named_shape(tuple(p.shape), per) for p in params]
+    if group["joint"]:
+        sharded.check_joint(owner, params, shapes)
 
 
 def _checked(owner: str, own: Own, values: tuple[Any, ...]) -> Settings:
@@ -271,6 +328,37 @@ _cached = lru_cache(maxsize=1024, typed=True)(_checked)
 # ------------------------------------------------------------------ parameters and gradients
 
 
+_INSTEAD = {  # of arguments that torch's optimizers take
+    "beta": "use `momentum`",
+    "betas": "use `momentum` of WNGrad or `beta` of WNAdam for the first; b takes no second",
+    "eps": "leave it out, since b is never 0",
+    "nesterov": "leave it out, and use `momentum` alone",
+    "dampening": "leave it out, and use `momentum` alone",
+    "amsgrad": "leave it out, since b never decreases",
+    "capturable": "leave it out, since any step can be captured in a CUDA graph",
+    "lr_decay": "leave it out, since b decreases the rate",
+    "initial_accumulator_value": "use `b_init`",
+}
+
+
+def refuse_argument(owner: str, name: str, value: object) -> NoReturn:
+    """An argument that no optimizer here has, perhaps one of torch's."""
+    instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+    raise TypeError(f"{owner}: `{name}` is not an argument, got {value!r}{instead}.")
+
+
+def iterable(owner: str, params: Any) -> None:
+    """Parameters or groups; a model must be asked for its own."""
+    if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
+        kind = type(params).__name__
+        raise TypeError(
+            f"{owner}: `params` must be parameters or groups of them, got a model of class {kind}; "
+            f"use `model.parameters()`."
+        )
+    if not isinstance(params, Iterable):
+        raise TypeError(f"{owner}: `params` must be parameters or groups of them, got {params!r}.")
+
+
 def refuse_nonfinite(owner: str, p: Tensor, count: int) -> NoReturn:
     """`nonfinite="raise"` has met a gradient that it must not step on."""
     raise ValueError(
@@ -280,7 +368,7 @@ def refuse_nonfinite(owner: str, p: Tensor, count: int) -> NoReturn:
     )
 
 
-def representable(owner: str, start: BInit, dtype: torch.dtype) -> None:
+def representable(owner: str, start: object, dtype: torch.dtype) -> None:
     """b₁ as a number must be one in b's type."""
     info = torch.finfo(dtype)
     if isinstance(start, float) and not info.tiny <= start <= info.max:
@@ -323,6 +411,12 @@ def gradient(owner: str, p: Tensor, g: Tensor, *, touches_all: bool) -> None:
             f"{owner}: `grad` must have the shape and device of its parameter, got "
             f"{tuple(g.shape)} on {g.device} for a parameter of shape {tuple(p.shape)} on "
             f"{p.device}."
+        )
+    solid = not torch.compiler.is_compiling() and type(p) in _PLAIN_TENSORS
+    if solid and type(g) is Tensor and not g.is_sparse and memory.overlap_in_part(p, g):
+        raise ValueError(
+            f"{owner}: `grad` must not overlap its parameter in memory, got one that does for a "
+            f"parameter of shape {tuple(p.shape)}; clone it first."
         )
     if g.is_sparse and touches_all:
         raise ValueError(

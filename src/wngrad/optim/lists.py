@@ -67,6 +67,7 @@ def _over_lists(name: str) -> Callable[..., None]:
 
 
 mul_ = _over_lists("mul_")  # x ← x·y
+div_ = _over_lists("div_")  # x ← x/y
 add_ = _over_lists("add_")  # x ← x + alpha·y
 addcmul_ = _over_lists("addcmul_")  # x ← x + value·y·z
 addcdiv_ = _over_lists("addcdiv_")  # x ← x + value·y/z

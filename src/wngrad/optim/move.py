@@ -135,6 +135,7 @@ class Kind:
             sq,
             measured,
             c=self.settings.c,
+            b1=self.settings.b_init,
             floor=info.tiny / info.eps,
             hold=hold,
             narrow=lambda wide: wide.to(old.dtype),

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from wngrad.optim import average, blocks, checks, diagnosis, fused, report, sharded, state
+from wngrad.optim import (
+    average,
+    blocks,
+    checks,
+    diagnosis,
+    fused,
+    report,
+    scaling,
+    sharded,
+    state,
+)
 from wngrad.optim.checks import Settings
 from wngrad.optim.directions import Direction
 from wngrad.optim.state import Group, shape_of
@@ -47,17 +57,22 @@ class BlockOptimizer(Optimizer):
     own_settings: ClassVar[checks.Own] = ()  # the settings it adds, each with its check
     other_defaults: ClassVar[checks.Options] = {}  # where they are not those of `checks.DEFAULTS`
 
+    # Settings that may also be set under another name, such as that of earlier releases.
+    other_names: ClassVar[dict[str, str]] = {}
+
     # Lets GradScaler hand `grad_scale` and `found_inf` to the step instead of synchronizing.
     _step_supports_amp_scaling = True
     _swapped = False  # within `averaged`
 
     def __init__(self, params: ParamsT, settings: dict[str, Any]) -> None:
         own = [name for name, _ in self.own_settings]
-        for name in settings.keys() - {"lr", *own, *checks.DEFAULTS}:
-            raise TypeError(f"{self._owner}: `{name}` is not an argument, got {settings[name]!r}.")
+        for name in settings.keys() - {"lr", "foreach", *own, *checks.DEFAULTS}:
+            checks.refuse_argument(self._owner, name, settings[name])
+        every = {**checks.DEFAULTS, **self.other_defaults, **settings}
+        checks.defaults(self._owner, every, self.own_settings)
+        checks.iterable(self._owner, params)
         self._fused_engine = fused.Engine()
         order = ("lr", *own, *checks.DEFAULTS)
-        every = {**checks.DEFAULTS, **self.other_defaults, **settings}
         super().__init__(params, {name: every[name] for name in order})
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -66,9 +81,10 @@ class BlockOptimizer(Optimizer):
         signature = inspect.signature(cls.__init__)
         named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         if len(named) < len(signature.parameters):
+            defaults = {**checks.DEFAULTS, **cls.other_defaults, "foreach": None}
             shared = [
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-                for name, default in {**checks.DEFAULTS, **cls.other_defaults}.items()
+                for name, default in defaults.items()
                 if name not in signature.parameters
             ]
             cls.__signature__ = signature.replace(parameters=[*named[1:], *shared])  # type: ignore[attr-defined]
@@ -97,6 +113,8 @@ class BlockOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._take()
+        if (scale := getattr(self, "grad_scale", None)) is not None:
+            scaling.unscale((p for group in self.param_groups for p in group["params"]), scale)
         return loss
 
     def _take(self) -> None:
@@ -105,7 +123,13 @@ class BlockOptimizer(Optimizer):
         if self._swapped:
             raise RuntimeError(f"{owner}: `step` must not be taken within `averaged`.")
         memo = None if torch.compiler.is_compiling() else engine.memo
+        for name in self.other_names:
+            for group in self.param_groups:
+                if name in group:
+                    self._rename(group)
         settings = [checks.settings(owner, group, own, memo) for group in self.param_groups]
+        for group in self.param_groups:
+            checks.rate_now(owner, group["lr"])
         if memo is not None and engine.repeat(self, settings):
             return
         with torch.set_grad_enabled(any(each.differentiable for each in settings)):
@@ -141,7 +165,8 @@ class BlockOptimizer(Optimizer):
     def _due(self, settings: list[Settings]) -> list[_Due]:
         """The parameters that have a gradient. Everything is checked before any state is made."""
         due = []
-        for number, (group, its) in enumerate(zip(self.param_groups, settings, strict=True)):
+        groups = map(checks.numbers, self.param_groups)
+        for number, (group, its) in enumerate(zip(groups, settings, strict=True)):
             lam = self._lam(group)
             for i, p in enumerate(group["params"]):
                 if p.grad is not None:
@@ -208,6 +233,7 @@ class BlockOptimizer(Optimizer):
                 f"{self._owner}: `differentiable` parameters must not be leaves that require a "
                 f"gradient, got one of shape {tuple(p.shape)}; use a clone."
             )
+        checks.representable(self._owner, settings.b_init, state.b_dtype(p))
         fixed = "the state (neither `per` nor a shape may change)"
         state.check(self._owner, fixed, p, due.state, due.shapes)
 
@@ -230,7 +256,7 @@ class BlockOptimizer(Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; its settings override the defaults and are checked first."""
         params = checks.listed(self._owner, param_group)
-        group = {**self.defaults, **param_group, "params": params}
+        group = {**self.defaults, **self._rename(dict(param_group)), "params": params}
         tensors = checks.parameters(self._owner, params)
         group |= checks.plain(self._owner, group, self.own_settings)
         group["per"] = blocks.resolve(self._owner, group["per"], tensors)
@@ -238,26 +264,40 @@ class BlockOptimizer(Optimizer):
         for p, shape in zip(tensors, shapes, strict=True):
             sharded.check(self._owner, p, shape)
             checks.representable(self._owner, group["b_init"], state.b_dtype(p))
-            if group["fused"]:
+            if group["fused"] and not fused.is_quietly_plain(p):
                 self._insist_on_fused(p, self._settings(group))
         if group["joint"]:
             sharded.check_joint(self._owner, tensors, shapes)
-        super().add_param_group(group)
+        self._rename(param_group).update(group)  # as with torch, it stays the same object
+        super().add_param_group(param_group)
+
+    def _rename(self, group: Group) -> Group:
+        """Take over what was set under another name, checked under that."""
+        for name, own in self.other_names.items():
+            if name in group:
+                dict(self.own_settings)[own](self._owner, name, group[name])
+                group[own] = group.pop(name)
+        return group
 
     def _insist_on_fused(self, p: Tensor, settings: Settings) -> None:
         if (reason := fused.why_never(self, p, settings)) is not None:
             fused.refuse(self._owner, p, reason)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A callable default has done its work in every group, and may not be picklable.
         its = super().__getstate__()
         per = its["defaults"]["per"]
-        return {**its, "defaults": {**its["defaults"], "per": "neuron" if callable(per) else per}}
+        if callable(per):  # It is kept for groups that are added later, and may not be picklable.
+            per = blocks.PortableCallable(per)
+        return {**its, "defaults": {**its["defaults"], "per": per}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if isinstance(per := self.defaults["per"], blocks.PortableCallable):
+            self.defaults["per"] = per.function
         self._engine.forget()
+        self._rename(self.defaults)
         for group in self.param_groups:  # from a release that did not have them all
+            self._rename(group)
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
             group["b_init"] = checks.b_init(self._owner, "b_init", group["b_init"])
@@ -277,7 +317,7 @@ class BlockOptimizer(Optimizer):
                 for p, key in zip(group["params"], saved["params"], strict=True):
                     for name, value in given["state"].get(key, {}).items():
                         if isinstance(value, Tensor):
-                            dtype = state.dtype_of(name, p, value)
+                            dtype = state.dtype_of(group, name, p, value)
                             self.state[p][name] = value.detach().to(p.device, dtype, copy=True)
 
         # Our check runs after the user's hooks of its kind, our cast before them.
@@ -303,6 +343,7 @@ class BlockOptimizer(Optimizer):
             for i, key in enumerate(saved["params"][: len(own["params"])]):
                 loaded, p = state_dict["state"].get(key, {}), own["params"][i]
                 shapes = state.wanted(group, i, self.direction(group, p))
+                state.check_values(self._owner, p, loaded, shapes, group["nonfinite"])
                 state.check(self._owner, "`state_dict`", p, loaded, shapes)
 
     # ------------------------------------------------------------ the average

@@ -6,6 +6,7 @@ count of steps. Buffers have the parameter's shape and dtype.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -32,10 +33,15 @@ def shape_of(group: Group, i: int) -> blocks.Shape:
     )
 
 
-def b_dtype(p: Tensor) -> torch.dtype:
-    """float32, or float64 for parameters of that precision."""
-    double = p.dtype in (torch.float64, torch.complex128)
+def b_dtype(*params: Tensor) -> torch.dtype:
+    """float32, or float64 for parameters of that precision, and those who share their b."""
+    double = {p.dtype for p in params} & {torch.float64, torch.complex128}
     return torch.float64 if double else torch.float32
+
+
+def _b_dtype_in(group: Group, p: Tensor) -> torch.dtype:
+    shares = group["joint"] or group["per"] == "model"
+    return b_dtype(*group["params"]) if shares else b_dtype(p)
 
 
 def wanted(group: Group, i: int, direction: Direction) -> dict[str, blocks.Shape]:
@@ -63,7 +69,7 @@ _cached = lru_cache(maxsize=4096)(_wanted)
 
 def make(group: Group, p: Tensor, state: dict[str, Tensor], keys: dict[str, blocks.Shape]) -> None:
     """Add what the state lacks."""
-    shape, dtype, one = keys["b"], b_dtype(p), group["per"] == "model"
+    shape, dtype, one = keys["b"], _b_dtype_in(group, p), group["per"] == "model"
     for key in keys.keys() - state.keys():
         if key == "b":
             # 0 stands for "not yet": the first gradient will set it.
@@ -75,17 +81,50 @@ def make(group: Group, p: Tensor, state: dict[str, Tensor], keys: dict[str, bloc
             kind = torch.int32 if key == "skipped" else dtype
             state[key] = sharded.filled(p, shape, 0, kind, one=one)
         elif key == AVERAGE:
-            state[key] = p.detach().to(dtype_of(key, p), copy=True)
+            state[key] = p.detach().to(dtype_of(group, key, p), copy=True)
         else:
             state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
 
-def dtype_of(key: str, p: Tensor, value: Tensor | None = None) -> torch.dtype:
-    """The type in which a state is kept; for what has one per block, that of `value`."""
-    if key in PER_BLOCK and value is not None:
-        return value.dtype
+def dtype_of(group: Group, key: str, p: Tensor, value: Tensor | None = None) -> torch.dtype:
+    """The type in which a state is kept; of b and t, that of `value` where it is wider."""
+    if key == "skipped":
+        return torch.int32
+    if key in PER_BLOCK:
+        count = key == "t" and value is not None and value.dim() == 0
+        least = torch.float32 if count else _b_dtype_in(group, p)
+        wide = value is not None and value.dtype == torch.float64
+        return torch.float64 if wide else least
     # Small changes are lost in an average of 16 bits.
     return torch.promote_types(p.dtype, torch.float32) if key == AVERAGE else p.dtype
+
+
+def check_values(
+    owner: str, p: Tensor, state: dict[str, Any], keys: Iterable[str], nonfinite: str
+) -> None:
+    """Refuse a checkpoint's state that is no tensor, and a b that no step leaves.
+
+    Waits for devices. 0 stands for a block that has no b yet. A NaN is what "propagate" leaves of
+    a block that has diverged, and shows in the parameters; under the others none can be.
+    """
+    for key in (key for key in keys if key in state):
+        value, kind = state[key], "a real tensor" if key in PER_BLOCK else "a tensor"
+        tensor = isinstance(value, Tensor)
+        odd = tensor and key in PER_BLOCK and (value.is_complex() or value.dtype == torch.bool)
+        if odd or not tensor:
+            raise ValueError(
+                f"{owner}: `state_dict` must hold `{key}` as {kind}, got "
+                f"{value.dtype if tensor else type(value).__name__} for a parameter of shape "
+                f"{tuple(p.shape)}."
+            )
+    if "b" not in state or (b := sharded.local(state["b"])).is_meta:
+        return
+    bad = (b < 0) | b.isinf() | (b.isnan() & (nonfinite != "propagate"))
+    if bool(bad.any()):
+        raise ValueError(
+            f"{owner}: `state_dict` must hold `b` >= 0 and finite (0 before a block's first), got "
+            f"{b[bad][0].item()} for a parameter of shape {tuple(p.shape)}."
+        )
 
 
 def check(

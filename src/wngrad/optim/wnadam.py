@@ -12,6 +12,8 @@ from wngrad.optim import checks
 from wngrad.optim.directions import Direction, RunningMean, known_to_kernels
 from wngrad.optim.optimizer import BlockOptimizer
 
+_BETA = 0.9
+
 
 class WNAdam(BlockOptimizer):
     """Adam's running mean under WNGrad's learning rate, one for every neuron (Alg. 4).
@@ -22,7 +24,9 @@ class WNAdam(BlockOptimizer):
     Args:
         params: as for `WNGrad`, and so are all arguments but `beta`.
         lr: λ.
-        beta: β of the running mean.
+        beta: β of the running mean. Groups hold it as `momentum`, the key that torch's schedulers
+            turn; in a group, too, it may be given as `beta`.
+        momentum: the same as `beta`, so that an optimizer can be made from another's defaults.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -31,19 +35,28 @@ class WNAdam(BlockOptimizer):
         >>> opt.step()
     """
 
-    own_settings: ClassVar[checks.Own] = (("beta", checks.fraction),)
+    own_settings: ClassVar[checks.Own] = (("momentum", checks.fraction),)
+    other_names: ClassVar[dict[str, str]] = {"beta": "momentum"}
 
     def __init__(
         self,
         params: ParamsT,
         lr: float | Tensor = 1.0,
         *,
-        beta: float = 0.9,
+        beta: float = _BETA,
+        momentum: float | None = None,
         **settings: Unpack[checks.Options],
     ) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta, **settings})
+        checks.fraction(type(self).__name__, "beta", beta)
+        if momentum is not None and beta not in (_BETA, momentum):
+            raise ValueError(
+                f"{type(self).__name__}: `momentum` must be `beta`, of which it is another name, "
+                f"got {momentum!r} and {beta!r}."
+            )
+        its = {"momentum": beta if momentum is None else momentum}
+        super().__init__(params, {"lr": lr, **its, **settings})
 
-    @known_to_kernels("beta")
+    @known_to_kernels("momentum")
     def direction(self, group: dict[str, Any], p: Tensor) -> Direction:
         """The running mean of the gradient."""
-        return RunningMean(group["beta"])
+        return RunningMean(group["momentum"])

@@ -43,9 +43,12 @@ class WNGrad(BlockOptimizer):
         differentiable: let autograd see the step.
         fused: take the step in one kernel that reads and writes everything once. None: where that
             is possible (CUDA with Triton, a CPU for which the package was built); True: insist, or
-            say why not; False: never. See `why_plain`.
+            say why not (but float64 and float16 quietly take the plain step on a CPU); False:
+            never. See `why_plain`.
         stochastic_rounding: round new bfloat16 parameters up or down at random, so that updates too
             small for the type are not lost.
+        foreach: taken as torch's optimizers take it, and means nothing: the plain step goes over
+            lists anyway.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from wngrad.optim.checks import Settings
-from wngrad.optim.fused.eligibility import Stepper, refuse, why_never
+from wngrad.optim.fused.eligibility import Stepper, is_quietly_plain, refuse, why_never
 from wngrad.optim.fused.engine import Engine
 
-__all__ = ["Engine", "Reasons", "refuse", "why_never", "why_plain"]
+__all__ = ["Engine", "Reasons", "is_quietly_plain", "refuse", "why_never", "why_plain"]
 
 
 class Reasons(dict[Tensor, str]):

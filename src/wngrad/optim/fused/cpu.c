@@ -93,7 +93,7 @@ int level(void) {
 
 typedef struct {
     double lam, log_mu, c;
-    float sign, lam_, mu, rest, decay, keep;
+    float sign, lam_, mu, rest, decay, keep, scale;
 } Numbers;
 
 typedef struct {
@@ -132,16 +132,17 @@ static Numbers numbers(const Parameter *r, const Step *s) {
     k.sign = (float)group->sign, k.lam_ = (float)k.lam, k.mu = (float)group->mu;
     k.rest = (float)(1 - group->mu), k.decay = (float)group->weight_decay;
     k.keep = (float)(1 - k.lam * group->weight_decay);
+    k.scale = s->scale ? *s->scale : 1;
     return k;
 }
 
 /* The gradient the rule sees: unscaled, of -f if maximizing, with coupled decay in it. */
 #define GRADIENT(g, p) \
-    (decay == COUPLED ? k->sign * (scale ? (g) / *scale : (g)) + k->decay * (p) \
-                      : k->sign * (scale ? (g) / *scale : (g)))
+    (decay == COUPLED ? k->sign * (scaled ? (g) / k->scale : (g)) + k->decay * (p) \
+                      : k->sign * (scaled ? (g) / k->scale : (g)))
 
-INLINE double squares_of(Run r, const Numbers *k, const float *scale, int decay, int64_t dp,
-                         int64_t dg, int half) {
+INLINE double squares_of(Run r, const Numbers *k, int scaled, int decay, int64_t dp, int64_t dg,
+                         int half) {
     double sums[LANES] = {0}, sum = 0;
     int64_t i = 0;
     for (; i + LANES <= r.n; i += LANES)
@@ -159,19 +160,20 @@ INLINE double squares_of(Run r, const Numbers *k, const float *scale, int decay,
 }
 
 static double squares(Run r, const Numbers *k, const Step *s) {
-    if (r.dp != 1 || r.dg != 1 || s->scale)
-        return squares_of(r, k, s->scale, s->decay, r.dp, r.dg, s->half);
-#define CASE(D, H) \
-    if ((s->decay == COUPLED) == (D == COUPLED) && s->half == H) \
-        return squares_of(r, k, 0, D, 1, 1, H);
-    CASE(COUPLED, 0) CASE(COUPLED, 1) CASE(NONE, 0)
+    int scaled = s->scale != 0;
+    if (r.dp != 1 || r.dg != 1) return squares_of(r, k, scaled, s->decay, r.dp, r.dg, s->half);
+#define CASE(S, D, H) \
+    if (scaled == S && (s->decay == COUPLED) == (D == COUPLED) && s->half == H) \
+        return squares_of(r, k, S, D, 1, 1, H);
+    CASE(0, COUPLED, 0) CASE(0, COUPLED, 1) CASE(0, NONE, 0) CASE(0, NONE, 1)
+    CASE(1, COUPLED, 0) CASE(1, COUPLED, 1) CASE(1, NONE, 0)
 #undef CASE
-    return squares_of(r, k, 0, NONE, 1, 1, 1);
+    return squares_of(r, k, 1, NONE, 1, 1, 1);
 }
 
 /* As torch moves in place; bfloat16 is widened first, and rounded at the end. */
-INLINE void move_of(Run r, const Numbers *k, const float *scale, float rate, float b, int rule,
-                    int decay, int64_t dp, int64_t dg, int64_t dm, int half) {
+INLINE void move_of(Run r, const Numbers *k, int scaled, float rate, float b, int rule, int decay,
+                    int64_t dp, int64_t dg, int64_t dm, int half) {
     char *restrict p = r.p, *restrict m = r.m;
     const char *restrict gs = r.g;
     for (int64_t i = 0; i < r.n; i++) {
@@ -193,18 +195,20 @@ INLINE void move_of(Run r, const Numbers *k, const float *scale, float rate, flo
 }
 
 static void move(Run r, const Numbers *k, const Step *s, float rate, float b) {
-#define CASE(R, D, H) \
-    if (s->rule == R && s->decay == D && s->half == H) { \
-        move_of(r, k, 0, rate, b, R, D, 1, 1, 1, H); \
+    int scaled = s->scale != 0;
+#define CASE(S, R, D, H) \
+    if (scaled == S && s->rule == R && s->decay == D && s->half == H) { \
+        move_of(r, k, S, rate, b, R, D, 1, 1, 1, H); \
         return; \
     }
-#define CASES(R) \
-    CASE(R, NONE, 0) CASE(R, COUPLED, 0) CASE(R, DECOUPLED, 0) \
-    CASE(R, NONE, 1) CASE(R, COUPLED, 1) CASE(R, DECOUPLED, 1)
-    if (r.dp == 1 && r.dg == 1 && r.dm == 1 && !s->scale) {
-        CASES(GRADIENT_ITSELF) CASES(MOMENTUM) CASES(RUNNING_MEAN)
+#define CASES(S, R) \
+    CASE(S, R, NONE, 0) CASE(S, R, COUPLED, 0) CASE(S, R, DECOUPLED, 0) \
+    CASE(S, R, NONE, 1) CASE(S, R, COUPLED, 1) CASE(S, R, DECOUPLED, 1)
+    if (r.dp == 1 && r.dg == 1 && r.dm == 1) {
+        CASES(0, GRADIENT_ITSELF) CASES(0, MOMENTUM) CASES(0, RUNNING_MEAN)
+        CASES(1, GRADIENT_ITSELF) CASES(1, MOMENTUM) CASES(1, RUNNING_MEAN)
     }
-    move_of(r, k, s->scale, rate, b, s->rule, s->decay, r.dp, r.dg, r.dm, s->half);
+    move_of(r, k, scaled, rate, b, s->rule, s->decay, r.dp, r.dg, r.dm, s->half);
 }
 
 /* b_j <- b_{j-1} + lam^2 |g|^2/b_{j-1}; NaN where it would be infinite. */
@@ -213,6 +217,8 @@ static float next_b(float b, double sq, const Numbers *k, const Step *s, int hol
     if (s->latch && wide == 0) { /* b_1 <- C lam |g_1| where a row meets its first gradient */
         double norm = sqrt(sq), first = k->c * k->lam * norm;
         if (norm >= FLOOR && first >= FLOOR) wide = first;
+    } else if (wide == 0) { /* b_1 is a number, and was not when the row's state was made */
+        wide = k->c;
     }
     if (!hold) wide = wide == 0 ? 0 * sq : wide + k->lam * k->lam * sq / wide;
     float new = (float)wide;

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Protocol, cast
 import torch
 from torch import Tensor
 
-from wngrad.optim import sharded
+from wngrad.optim import memory, sharded
 from wngrad.optim.checks import Settings
 from wngrad.optim.directions import Direction
 from wngrad.optim.fused import cpu
@@ -90,6 +90,14 @@ def why_never(optimizer: Stepper, p: Tensor, settings: Settings) -> str | None:
     return None if p.dtype in DTYPES else f"its type is {p.dtype}"
 
 
+def is_quietly_plain(p: Tensor) -> bool:
+    """Whether even `fused=True` means the plain step: torch's fused steps take it on a CPU.
+
+    So a trainer whose default that is trains float64 and float16 parameters, too.
+    """
+    return p.device.type == "cpu" and p.dtype in (torch.float64, torch.float16)
+
+
 def why_not_now(optimizer: Stepper, unit: SharedBlocks, lr: Any) -> str | None:
     """Why parameters that share their b do not take the fused step; None if they do."""
     members, absent, device = unit.members, unit.members_without_gradient, unit.members[0].p.device
@@ -127,6 +135,8 @@ def _why_not(view: View, unit: SharedBlocks) -> str | None:
         return "it is of a class of its own, without memory to write to"
     if view.p.is_neg() or sharded.local(g).data_ptr() != view.g.data_ptr():
         return "its gradient must be worked out first"
+    if memory.overlap(view.p, view.g):
+        return "its gradient lies on its memory"
     if unit.settings.nonfinite == "raise" and sharded.is_sharded(view.param):
         return "`nonfinite` is 'raise', on which its ranks must agree"
     device, counts = view.p.device, {torch.int32: view.skipped}
@@ -143,7 +153,7 @@ def _why_not(view: View, unit: SharedBlocks) -> str | None:
 def overlapping(units: list[SharedBlocks]) -> set[int]:
     """The parameters (by id) that lie on memory of others: kernels would race for it."""
     spans = sorted(
-        (view.p.data_ptr(), view.p.data_ptr() + _extent(view.p), id(view.param))
+        (view.p.data_ptr(), view.p.data_ptr() + memory.extent(view.p), id(view.param))
         for unit in units
         for view in unit.members
         if view.p.numel()
@@ -156,12 +166,6 @@ def overlapping(units: list[SharedBlocks]) -> set[int]:
         if stop > end:
             end, owner = stop, p
     return ids
-
-
-def _extent(t: Tensor) -> int:
-    """Bytes from the first element of a tensor to its last."""
-    reach = sum((n - 1) * abs(s) for n, s in zip(t.shape, t.stride(), strict=True))
-    return (reach + 1) * t.element_size()
 
 
 def _is_solid(t: Tensor) -> bool:

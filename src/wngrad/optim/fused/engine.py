@@ -219,7 +219,7 @@ def _insist(owner: str, units: list[SharedBlocks], reasons: Any) -> None:
     """Refuse the step if `fused=True` was asked of a parameter that cannot take it."""
     for unit in units:
         p = unit.members[0].param
-        if unit.settings.fused and reasons.get(id(p)):
+        if unit.settings.fused and reasons.get(id(p)) and not eligibility.is_quietly_plain(p):
             eligibility.refuse(owner, p, reasons[id(p)])
 
 

@@ -74,6 +74,8 @@ def next_b(b, sq, lam, c, hold, LATCH: tl.constexpr):
         norm = tl.sqrt(sq)
         first = c * lam * norm
         wide = tl.where((wide == 0) & (norm >= _FLOOR) & (first >= _FLOOR), first, wide)
+    else:  # b₁ is a number, and perhaps was not when the row's state was made
+        wide = tl.where(wide == 0, c, wide)
     unset = wide == 0
     safe = tl.where(unset, 1.0, wide)
     grown = tl.where(unset, 0 * sq, safe + lam * lam * sq / safe)

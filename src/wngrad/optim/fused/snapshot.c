@@ -57,8 +57,12 @@ static int put(Words *w, int64_t word) {
 
 #define TRY(x) do { int done = (x); if (done != DONE) return done; } while (0)
 
+typedef struct {
+    int64_t begin, end;
+} Span; /* of memory */
+
 /* Type, device, shape and strides. A subclass may say anything of itself: Python reads it. */
-static int put_tensor(const Python *py, Words *w, void *object, int64_t *place) {
+static int put_tensor(const Python *py, Words *w, void *object, Span *span) {
     Tensor t;
     void *type = py->type(object);
     py->release(type); /* which its object holds */
@@ -68,14 +72,17 @@ static int put_tensor(const Python *py, Words *w, void *object, int64_t *place) 
         py->clear_error();
         return UNREADABLE;
     }
-    *place = (intptr_t)t.data + (int64_t)t.offset;
-    if (!*place) return UNREADABLE;
+    span->begin = (intptr_t)t.data + (int64_t)t.offset;
+    if (!span->begin) return UNREADABLE;
     TRY(put(w, t.code | t.bits << 8 | (int64_t)t.lanes << 16 | (int64_t)t.dims << 32));
     TRY(put(w, t.device[0] | (int64_t)t.device[1] << 32));
+    int64_t reach = 1;
     for (int i = 0; i < t.dims; i++) {
         TRY(put(w, t.shape[i]));
         TRY(put(w, t.strides[i]));
+        reach += (t.shape[i] - 1) * t.strides[i];
     }
+    span->end = span->begin + reach * (t.bits / 8);
     return DONE;
 }
 
@@ -87,37 +94,40 @@ static int is_negated(const Python *py, void *tensor) {
     return negated;
 }
 
-static int put_gradient(const Python *py, Words *w, void *g) {
+static int put_gradient(const Python *py, Words *w, void *g, const Span *of_p) {
+    Span of_g;
     TRY(put(w, g == py->none));
     if (g == py->none) return DONE;
-    TRY(put_tensor(py, w, g, w->gradients));
-    w->gradients++;
+    TRY(put_tensor(py, w, g, &of_g));
+    TRY(put(w, of_g.begin < of_p->end && of_p->begin < of_g.end)); /* whether they overlap */
+    *w->gradients++ = of_g.begin;
     return is_negated(py, g) ? UNREADABLE : DONE;
 }
 
 static int put_parameter(const Python *py, Words *w, void *p) {
-    int64_t place;
+    Span span;
     TRY(put(w, (intptr_t)p));
-    TRY(put_tensor(py, w, p, &place));
-    TRY(put(w, place));
+    TRY(put_tensor(py, w, p, &span));
+    TRY(put(w, span.begin));
     /* Only parts of complex numbers can be negated, which have no neighbours. */
     if (w->at[-2] != 1 && is_negated(py, p)) return UNREADABLE;
     void *g = py->attribute(p, py->grad);
     if (!g) return UNREADABLE;
-    int done = put_gradient(py, w, g);
+    int done = put_gradient(py, w, g, &span);
     py->release(g);
     return done;
 }
 
 static int put_state(const Python *py, Words *w, void *state) {
-    int64_t outer = 0, place;
+    int64_t outer = 0;
+    Span span;
     void *p, *of_p, *name, *value;
     while (py->dict_next(state, &outer, &p, &of_p)) {
         TRY(put(w, (intptr_t)p)); /* whose state it is */
         for (int64_t inner = 0; py->dict_next(of_p, &inner, &name, &value);) {
             TRY(put(w, (intptr_t)name));
-            TRY(put_tensor(py, w, value, &place));
-            TRY(put(w, place));
+            TRY(put_tensor(py, w, value, &span));
+            TRY(put(w, span.begin));
         }
     }
     return DONE;

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wngrad.optim import sharded
-from wngrad.optim.checks import Settings
+from wngrad.optim import memory, sharded
+from wngrad.optim.checks import Settings, item
 from wngrad.optim.fused import library
 from wngrad.optim.fused.records import FLOAT32, FLOAT64, NUMBER, bits
 
@@ -68,7 +68,7 @@ class Snapshots:
         words: list[int] = []
         choices: list[Any] = []
         for group, its in zip(groups, settings, strict=True):
-            lr, mu = group["lr"], group[own]
+            lr, mu = group["lr"], item(group[own])
             if (lam := rate(lr)) is None:
                 return None
             words += lam
@@ -156,7 +156,13 @@ def _by_hand(params: list[Tensor], state: dict[Tensor, Any]) -> tuple[Any, list[
     which = (*map(id, params), *(g is None for g in grads))
     gradients = [_address(g) for g in live]
     solid = tuple(map(bool, gradients))  # not those whose memory was freed
-    return (which, tuple(places), tuple(kinds), tuple(owners), solid), gradients
+    on_p = tuple(_overlap(p, g) for p, g in zip(params, grads, strict=True))
+    return (which, tuple(places), tuple(kinds), tuple(owners), solid, on_p), gradients
+
+
+def _overlap(p: Tensor, g: Any) -> bool:
+    p, g = sharded.local(p), None if g is None else sharded.local(g)
+    return bool(g is not None and _address(g) and _address(p)) and memory.overlap(p, g)
 
 
 def _address(t: Any) -> int:

@@ -1,0 +1,33 @@
+"""Where tensors lie in memory, and which of them lie on one another."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def extent(t: Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of its last."""
+    reach = sum((n - 1) * abs(s) for n, s in zip(t.shape, t.stride(), strict=True))
+    return (reach + 1) * t.element_size() if t.numel() else 0
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether one begins before the other has ended."""
+    first, second = a.data_ptr(), b.data_ptr()
+    return first < second + extent(b) and second < first + extent(a)
+
+
+def overlap_in_part(a: Tensor, b: Tensor) -> bool:
+    """Whether writing to `a` would change elements of `b` that are read later, as torch tells it.
+
+    False for one and the same elements, where each is read before it is written, and for tensors
+    with gaps, of which torch cannot tell.
+    """
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not overlap(a, b):
+        return False
+    same = a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape
+    return not same and _has_no_gaps(a) and _has_no_gaps(b)
+
+
+def _has_no_gaps(t: Tensor) -> bool:
+    return extent(t) == t.numel() * t.element_size()
