@@ -512,3 +512,51 @@ def test_scipys_options_are_translated_and_never_guessed():
             scipy_method(BOWL.f, BOWL.x0, jac=BOWL.grad, **bad)
     with pytest.raises(ValueError, match=r"wngrad.minimize\(..., jac='3-point'\)"):
         scipy.optimize.minimize(BOWL.f, BOWL.x0, jac="3-point", method=scipy_method)
+
+
+# ---------------------------------------------------------------- types of the gradient
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "int32", "uint8", "float16"])
+def test_a_gradient_of_a_narrow_type_is_widened_before_it_is_squared(dtype):
+    """200² is 64 in int8, and 70,000² overflows int32."""
+    size = {"bool": 1, "int8": 100, "uint8": 200, "int32": 70_000, "float16": 60_000}[dtype]
+    narrow = lambda x: np.array([size, 0]).astype(dtype)  # noqa: E731
+    res = minimize(lambda x: float(size * x[0]), np.zeros(2), jac=narrow, max_steps=2)
+    assert res.start.sq_norm == size**2
+    assert res.jac.dtype == res.x.dtype == np.float64
+    tensor = minimize(
+        lambda x: float(size * x[0]), torch.zeros(2),
+        jac=lambda x: torch.tensor([size, 0]).to(getattr(torch, dtype)), max_steps=2,
+    )  # fmt: skip
+    assert tensor.start.sq_norm == size**2
+    assert tensor.x.dtype == torch.float32
+
+
+def test_a_gradient_may_change_its_type_on_the_way():
+    counts = itertools.count()
+    forms = [list, tuple, lambda g: g.astype(np.float32), lambda g: g.astype(object)]
+    res = minimize(BOWL.f, BOWL.x0, jac=lambda x: forms[next(counts) % 4](BOWL.grad(x)), tol=1e-8)
+    assert res.success
+    assert res.x.dtype == np.float64
+
+
+def test_the_type_of_x_survives_a_wider_gradient():
+    x0 = np.ones(3, np.float32)
+    res = minimize(BOWL.f, x0, jac=lambda x: BOWL.grad(x).astype(np.float64), tol=1e-4)
+    assert res.success
+    assert res.x.dtype == np.float32
+
+
+def test_a_squared_norm_beyond_float32_is_still_a_number():
+    for x0 in (np.ones(1, np.float32), torch.ones(1)):
+        res = minimize(lambda x: 0.0, x0, jac=lambda x: 1e25 * x, max_steps=0)
+        assert res.start.sq_norm == pytest.approx(1e50, rel=1e-6)
+
+
+@pytest.mark.parametrize("x0", [np.ones(2), torch.ones(2), jnp.ones(2)])
+def test_a_complex_gradient_is_refused(x0):
+    with pytest.raises(TypeError, match="minimize: `jac` must return an array of real numbers"):
+        minimize(lambda x: 1.0, x0, jac=lambda x: x * 1j)
+    with pytest.raises(TypeError, match="minimize: `jac` must return an array of real numbers"):
+        minimize(lambda x: 1.0, x0, jac=lambda x: [1j, 2.0])

@@ -27,6 +27,7 @@ class Kind:
     copy: Callable[[Array], Array]
     to_numpy: Callable[[Array], np.ndarray]
     from_numpy: Callable[[np.ndarray, Array], Array]  # an array like the second one
+    cast: Callable[[Array, Array], Array]  # an array of the second one's type
     is_array: Callable[[object], bool]
     plain: Callable[[Callable[..., Any]], Callable[..., Any]]  # a function, without autograd
     gradient_of: Callable[[Callable[..., Any]], Oracle] | None  # its own autograd
@@ -99,20 +100,53 @@ def scalar(owner: str, value: Any) -> float:
 
 
 def first(owner: str, oracle: Oracle, kind: Kind, x: Array) -> tuple[Oracle, Any, Array]:
-    """The first evaluation, checked; and an oracle that makes arrays of what was none."""
+    """The first evaluation, checked; and an oracle whose gradients are `own_gradient`s."""
     pair = oracle(x)
     if not (isinstance(pair, tuple) and len(pair) == 2):
         raise ValueError(f"{owner}: `f` must return (value, gradient) for jac=True, got {pair!r}.")
-    value, g = pair
-    arrayed = oracle
-    if not kind.is_array(g):
-        arrayed = lambda x: _arrayed(*oracle(x), kind, x)  # noqa: E731
-        try:
-            value, g = _arrayed(value, g, kind, x)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"{owner}: `jac` must return an array, got {g!r}.") from error
-    check_shape(owner, "jac", g, x)
-    return arrayed, value, g
+    value, gradient = pair
+    return own_oracle(oracle, kind), value, first_gradient(owner, "jac", gradient, kind, x)
+
+
+def own_oracle(oracle: Oracle, kind: Kind) -> Oracle:
+    def value_and_gradient(x: Array) -> tuple[Any, Array]:
+        value, gradient = oracle(x)
+        return value, own_gradient(gradient, kind, x)
+
+    return value_and_gradient
+
+
+def first_gradient(owner: str, name: str, gradient: Any, kind: Kind, x: Array) -> Array:
+    """The first gradient, checked."""
+    try:
+        g = own_gradient(gradient, kind, x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{owner}: `{name}` must return an array of real numbers, got {gradient!r}."
+        ) from error
+    check_shape(owner, name, g, x)
+    return g
+
+
+def own_gradient(gradient: Any, kind: Kind, x: Array) -> Array:
+    """A gradient in memory of its own, which its function may use again, and of x's type.
+
+    Of a narrower one, ‖g‖² would be rounded to that type: 200² is 64 in int8.
+    """
+    if kind.is_array(gradient):
+        if gradient.dtype == x.dtype:
+            return kind.copy(gradient)
+        _check_real(str(gradient.dtype))
+        return kind.cast(gradient, x)
+    g = np.asarray(gradient)
+    _check_real(str(g.dtype))
+    g = g.astype(np.float64)
+    return kind.from_numpy(g, x) if g.size == np.size(x) else g
+
+
+def _check_real(dtype: str) -> None:
+    if "complex" in dtype:
+        raise TypeError(f"a gradient must hold real numbers, got {dtype}")
 
 
 def check_shape(owner: str, name: str, g: Array, x: Array) -> None:
@@ -121,11 +155,6 @@ def check_shape(owner: str, name: str, g: Array, x: Array) -> None:
             f"{owner}: `{name}` must return an array of the shape of `x0`, {tuple(x.shape)}, "
             f"got {tuple(g.shape)}."
         )
-
-
-def _arrayed(value: Any, gradient: Any, kind: Kind, like: Array) -> tuple[Any, Array]:
-    g = np.asarray(gradient, dtype=np.float64)
-    return value, kind.from_numpy(g, like) if g.size == np.size(like) else g
 
 
 def _finite_differences(f: Callable[..., Any], central: bool, kind: Kind) -> Oracle:
@@ -158,7 +187,8 @@ def _moved(flat: np.ndarray, i: int, d: float) -> np.ndarray:
 
 
 def _numpy_sq_norm(g: np.ndarray, vdot: Callable[..., Any] = np.vdot) -> float:
-    return float(vdot(g, g))
+    wide = g.astype(np.float64, copy=False)
+    return float(vdot(wide, wide))
 
 
 _NUMPY = Kind(
@@ -166,6 +196,7 @@ _NUMPY = Kind(
     copy=np.array,
     to_numpy=np.asarray,
     from_numpy=lambda a, like: a.reshape(np.shape(like)).astype(np.asarray(like).dtype),
+    cast=lambda a, like: a.astype(like.dtype),
     is_array=lambda g: isinstance(g, np.ndarray),
     plain=lambda f: f,
     gradient_of=None,
@@ -194,6 +225,7 @@ def _torch() -> Kind:
 
     def sq_norm(g: Array) -> float:
         flat = g.detach().flatten()
+        flat = flat if flat.device.type == "mps" else flat.double()  # which has no float64
         return float(torch.dot(flat, flat))
 
     return Kind(
@@ -201,6 +233,7 @@ def _torch() -> Kind:
         copy=lambda x: x.detach().clone(),
         to_numpy=lambda x: x.detach().cpu().numpy(),
         from_numpy=lambda a, like: torch.as_tensor(a).to(like).view_as(like),
+        cast=lambda a, like: a.detach().to(like),
         is_array=lambda g: isinstance(g, torch.Tensor),
         plain=plain,
         gradient_of=gradient_of,
@@ -216,6 +249,7 @@ def _jax() -> Kind:
         copy=lambda x: x,  # they never change
         to_numpy=np.asarray,
         from_numpy=lambda a, like: jnp.asarray(a, like.dtype).reshape(like.shape),
+        cast=lambda a, like: a.astype(like.dtype),
         is_array=lambda g: isinstance(g, jax.Array),
         plain=lambda f: f,
         gradient_of=jax.value_and_grad,

@@ -77,7 +77,7 @@ def minimize(
     function = Function(f, args if isinstance(args, tuple) else (args,), jac, kind)
     observed = callback is not None or trace or progress
     observer = Observer(kind, callback, trace, progress) if observed else None
-    first = function.first(x, jac)
+    first = function.first(x)
     b = 1.0  # a start where the gradient is zero needs none
     if first.sq:
         b, function.extra = first_b("minimize", b_init, first, function.gradient, kind, int(seed))
