@@ -261,6 +261,10 @@ def certify_stochastic(
     if run.method != "wngrad":
         draft.not_claimed.append("Theorem 3.1 is about WNGrad")
         return draft.finish()
+    ends = (run.b, run.b_first, run.grad_first, run.grad_min, run.grad_max)
+    if not np.isfinite(ends).all():
+        draft.refuted.append("b and every ‖g_k‖ are finite")
+        return draft.finish()
     floor = run.grad_min if grad_floor is None else grad_floor
     bound = run.grad_max if grad_bound is None else grad_bound
     floored = draft.check(
