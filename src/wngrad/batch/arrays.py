@@ -14,8 +14,9 @@ Array = Any
 Oracle = Callable[[Array], tuple[Any, Array]]
 
 _JAC = (
-    "`jac` must be a function, True if `f` returns (value, gradient), or '2-point' or '3-point' "
-    "for finite differences; torch tensors and JAX arrays are differentiated by themselves"
+    "`jac` must be a function, True if `f` returns (value, gradient), '2-point' or '3-point' for "
+    "finite differences, or 'cs' for complex steps (NumPy alone); torch tensors and JAX arrays are "
+    "differentiated by themselves"
 )
 
 
@@ -83,7 +84,9 @@ def oracle(
         d = kind.plain((lambda x: jac(x, *args)) if args else jac)
         return lambda x: (None, d(x))
     if isinstance(jac, str) and jac in ("2-point", "3-point"):
-        return _finite_differences(kind.plain(g), central=jac == "3-point", kind=kind)
+        return _finite_differences(owner, kind.plain(g), central=jac == "3-point", kind=kind)
+    if isinstance(jac, str) and jac == "cs" and kind is _NUMPY:
+        return _complex_steps(owner, g)
     if jac is not None:
         raise ValueError(f"{owner}: {_JAC}; got {jac!r}.")
     if kind.gradient_of is None:
@@ -157,18 +160,42 @@ def check_shape(owner: str, name: str, g: Array, x: Array) -> None:
         )
 
 
-def _finite_differences(f: Callable[..., Any], central: bool, kind: Kind) -> Oracle:
+def _complex_steps(owner: str, f: Callable[..., Any]) -> Oracle:
+    """∂f/∂x_i = Im f(x + ih·e_i)/h: nothing is subtracted, so h may be tiny; f must be analytic."""
+
+    def value_and_gradient(x: Array) -> tuple[Any, Array]:
+        gradient, h = np.empty(x.size), 1e-20
+        for i in range(x.size):
+            z = x.astype(np.complex128)
+            z.flat[i] += 1j * h
+            gradient[i] = _imaginary_part(owner, f(z)) / h
+        return scalar(owner, f(x)), gradient.reshape(x.shape)
+
+    return value_and_gradient
+
+
+def _imaginary_part(owner: str, value: Any) -> float:
+    if not (np.iscomplexobj(value) and np.size(value) == 1):
+        raise ValueError(
+            f"{owner}: `f` must return one complex number at complex x for jac='cs', got {value!r}."
+        )
+    return float(np.reshape(np.imag(value), ()))
+
+
+def _finite_differences(owner: str, f: Callable[..., Any], central: bool, kind: Kind) -> Oracle:
     def value_and_gradient(x: Array) -> tuple[Any, Array]:
         flat = kind.to_numpy(x).astype(np.float64).ravel()
         # The step that balances truncation against rounding: ε^(1/2), or ε^(1/3) if central.
         h = epsilon(x) ** (1 / 3 if central else 1 / 2)
-        value = float(f(x))
+        value = scalar(owner, f(x))
         gradient = np.empty_like(flat)
         for i in range(flat.size):
             d = h * max(1.0, abs(flat[i]))
-            ahead = f(kind.from_numpy(_moved(flat, i, d), x))
-            behind = f(kind.from_numpy(_moved(flat, i, -d), x)) if central else value
-            gradient[i] = (float(ahead) - float(behind)) / ((1 + central) * d)
+            ahead = scalar(owner, f(kind.from_numpy(_moved(flat, i, d), x)))
+            behind = value
+            if central:
+                behind = scalar(owner, f(kind.from_numpy(_moved(flat, i, -d), x)))
+            gradient[i] = (ahead - behind) / ((1 + central) * d)
         return value, kind.from_numpy(gradient, x)
 
     return value_and_gradient
@@ -176,7 +203,7 @@ def _finite_differences(f: Callable[..., Any], central: bool, kind: Kind) -> Ora
 
 def finite_difference_gradient(f: Callable[..., Any]) -> Callable[[Array], Array]:
     """The central-difference gradient of a function of a NumPy array."""
-    oracle = _finite_differences(f, central=True, kind=_NUMPY)
+    oracle = _finite_differences("finite_difference_gradient", f, central=True, kind=_NUMPY)
     return lambda x: oracle(x)[1]
 
 

@@ -28,6 +28,14 @@ class Limits(NamedTuple):
     max_seconds: float
 
 
+class StartError(ValueError):
+    """f or its gradient is not finite at x₁."""
+
+    def __init__(self, message: str, point: Point) -> None:
+        super().__init__(message)
+        self.point = point
+
+
 class Function:
     """The function of a run: how it and its gradient are evaluated, and how often they were."""
 
@@ -37,7 +45,7 @@ class Function:
         # Finite differences evaluate f by themselves: those calls are counted, too.
         own = isinstance(jac, str)
         self.oracle = arrays.oracle(
-            "minimize", self.value if own else f, jac, kind, () if own else args
+            "minimize", self.evaluate if own else f, jac, kind, () if own else args
         )
 
     def first(self, x: Any) -> Point:
@@ -46,8 +54,9 @@ class Function:
         value = self.value(x) if value is None else arrays.scalar("minimize", value)
         sq = self.kind.sq_norm(g)
         if not (math.isfinite(sq) and math.isfinite(value)):
-            raise ValueError(
-                f"minimize: `f` and its gradient must be finite at `x0`, got f = {value}."
+            raise StartError(
+                f"minimize: `f` and its gradient must be finite at `x0`, got f = {value}.",
+                Point(x, g, sq, value),
             )
         if sq == 0 and self.kind.to_numpy(g).any():
             raise ValueError("minimize: `f` must be scaled up: its gradient's square underflows.")
@@ -56,9 +65,12 @@ class Function:
     def gradient(self, x: Any) -> Any:
         return self.oracle(x)[1]
 
-    def value(self, x: Any) -> float:
+    def evaluate(self, x: Any) -> Any:
         self.nfev += 1
-        return arrays.scalar("minimize", self.f(x, *self.args))
+        return self.f(x, *self.args)
+
+    def value(self, x: Any) -> float:
+        return arrays.scalar("minimize", self.evaluate(x))
 
     def value_and_gradient(self, x: Any) -> tuple[Any, Any]:
         """f and ∇f, also where the gradient comes alone."""
