@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from wngrad.transforms import (
     scale_by_wngrad,
     wn_adam,
     wngrad,
+    wnmuon,
 )
 from wngrad.transforms.chains import bias_correction
 
@@ -787,3 +789,11 @@ def test_the_correction_is_right_after_many_steps():
     for beta, t in ((0.9, 3), (0.999, 40), (0.99999, 70), (0.99999, 10**6)):
         exact = -math.expm1(t * math.log(beta))
         np.testing.assert_allclose(bias_correction(beta, jnp.float32(t)), exact, rtol=3e-7)
+
+
+@pytest.mark.parametrize("func", [wngrad, wn_adam, scale_by_wngrad, scale_by_wn_adam, wnmuon])
+def test_the_rates_annotation_says_that_schedules_are_taken(func):
+    """As an object: optax's own tests compare it with that of its optimizers."""
+    annotation = inspect.signature(func).parameters["learning_rate"].annotation
+    assert annotation == optax.ScalarOrSchedule
+    assert annotation == inspect.signature(optax.sgd).parameters["learning_rate"].annotation

@@ -1,6 +1,6 @@
 """WNMuon as an optax transformation: the paper's rule over an orthogonalized direction."""
 
-from __future__ import annotations
+# No annotations from __future__: optax's tools look for `ScalarOrSchedule` itself, not its name.
 
 import math
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """WNGrad and WN-Adam as optax transformations: a direction over blocks, then the rate."""
 
-from __future__ import annotations
+# No annotations from __future__: optax's tools look for `ScalarOrSchedule` itself, not its name.
 
 from typing import Any, NamedTuple
 
