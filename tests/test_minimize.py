@@ -510,5 +510,153 @@ def test_scipys_options_are_translated_and_never_guessed():
     ):
         with pytest.raises((ValueError, TypeError), match=match):
             scipy_method(BOWL.f, BOWL.x0, jac=BOWL.grad, **bad)
-    with pytest.raises(ValueError, match=r"wngrad.minimize\(..., jac='3-point'\)"):
-        scipy.optimize.minimize(BOWL.f, BOWL.x0, jac="3-point", method=scipy_method)
+
+
+# ---------------------------------------------------------------- types of the gradient
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "int32", "uint8", "float16"])
+def test_a_gradient_of_a_narrow_type_is_widened_before_it_is_squared(dtype):
+    """200² is 64 in int8, and 70,000² overflows int32."""
+    size = {"bool": 1, "int8": 100, "uint8": 200, "int32": 70_000, "float16": 60_000}[dtype]
+    narrow = lambda x: np.array([size, 0]).astype(dtype)  # noqa: E731
+    res = minimize(lambda x: float(size * x[0]), np.zeros(2), jac=narrow, max_steps=2)
+    assert res.start.sq_norm == size**2
+    assert res.jac.dtype == res.x.dtype == np.float64
+    tensor = minimize(
+        lambda x: float(size * x[0]), torch.zeros(2),
+        jac=lambda x: torch.tensor([size, 0]).to(getattr(torch, dtype)), max_steps=2,
+    )  # fmt: skip
+    assert tensor.start.sq_norm == size**2
+    assert tensor.x.dtype == torch.float32
+
+
+def test_a_gradient_may_change_its_type_on_the_way():
+    counts = itertools.count()
+    forms = [list, tuple, lambda g: g.astype(np.float32), lambda g: g.astype(object)]
+    res = minimize(BOWL.f, BOWL.x0, jac=lambda x: forms[next(counts) % 4](BOWL.grad(x)), tol=1e-8)
+    assert res.success
+    assert res.x.dtype == np.float64
+
+
+def test_the_type_of_x_survives_a_wider_gradient():
+    x0 = np.ones(3, np.float32)
+    res = minimize(BOWL.f, x0, jac=lambda x: BOWL.grad(x).astype(np.float64), tol=1e-4)
+    assert res.success
+    assert res.x.dtype == np.float32
+
+
+def test_a_squared_norm_beyond_float32_is_still_a_number():
+    for x0 in (np.ones(1, np.float32), torch.ones(1)):
+        res = minimize(lambda x: 0.0, x0, jac=lambda x: 1e25 * x, max_steps=0)
+        assert res.start.sq_norm == pytest.approx(1e50, rel=1e-6)
+
+
+@pytest.mark.parametrize("x0", [np.ones(2), torch.ones(2), jnp.ones(2)])
+def test_a_complex_gradient_is_refused(x0):
+    with pytest.raises(TypeError, match="minimize: `jac` must return an array of real numbers"):
+        minimize(lambda x: 1.0, x0, jac=lambda x: x * 1j)
+    with pytest.raises(TypeError, match="minimize: `jac` must return an array of real numbers"):
+        minimize(lambda x: 1.0, x0, jac=lambda x: [1j, 2.0])
+
+
+# ---------------------------------------------------------------- as SciPy's methods behave
+
+
+def by_scipy(f=BOWL.f, x0=BOWL.x0, jac=BOWL.grad, **rest):
+    return scipy.optimize.minimize(f, x0, jac=jac, method=scipy_method, **rest)
+
+
+def test_scipy_gets_the_best_point_of_a_run_that_ended_early():
+    """Rosenbrock from b₁ = 1: the first step throws x far away."""
+    p = ZOO["rosenbrock"]()
+    seen = [p.f(p.x0)]
+    with np.errstate(over="ignore"):
+        res = by_scipy(
+            p.f, p.x0, p.grad, callback=lambda x: seen.append(p.f(x)),
+            options={"maxiter": 5, "b_init": 1.0},
+        )  # fmt: skip
+    assert max(seen) > 10 * seen[0]
+    assert not res.success
+    assert res.fun == min(seen) == p.f(res.x)
+    assert np.array_equal(res.jac, p.grad(res.x))
+    assert res.sq_norm == pytest.approx(float(res.jac @ res.jac))
+
+
+def test_scipy_gets_no_success_at_a_point_worse_than_the_first():
+    """x⁴ − x² with a high plateau beyond 3, where the first step lands."""
+    f = lambda x: float(x[0] ** 4 - x[0] ** 2) if abs(x[0]) < 3 else 100.0  # noqa: E731
+    jac = lambda x: 4 * x**3 - 2 * x if abs(x[0]) < 3 else 0 * x  # noqa: E731
+    assert minimize(f, [1.0], jac=jac, b_init=0.1).fun == 100.0
+    res = by_scipy(f, [1.0], jac, options={"b_init": 0.1})
+    assert (res.fun, res.x, res.success) == (0.0, [1.0], False)
+    assert "worse than x0" in res.message
+
+
+@pytest.mark.parametrize("jac", [None, "2-point", "3-point", "cs"])
+def test_scipy_may_leave_out_the_gradient(jac):
+    booth = lambda x: (x[0] + 2 * x[1] - 7) ** 2 + (2 * x[0] + x[1] - 5) ** 2  # noqa: E731
+    for res in (by_scipy(booth, np.zeros(2), jac), scipy_method(booth, np.zeros(2), jac=jac)):
+        assert res.success
+        np.testing.assert_allclose(res.x, [1.0, 3.0], atol=1e-4)
+
+
+def test_complex_steps_are_exact_to_the_last_digits():
+    f = lambda x: (np.exp(x) * np.sin(x)).sum()  # noqa: E731
+    x0 = np.array([[0.3, 1.0], [2.0, -1.0]])
+    res = minimize(f, x0, jac="cs", max_steps=0)
+    np.testing.assert_allclose(res.jac, np.exp(x0) * (np.sin(x0) + np.cos(x0)), rtol=1e-14)
+    with pytest.raises(ValueError, match="`f` must return one complex number at complex x"):
+        minimize(lambda x: float(abs(x) @ abs(x)), np.ones(2), jac="cs")
+    with pytest.raises(ValueError, match="'cs' for complex steps"):
+        minimize(lambda x: (x * x).sum(), torch.ones(2), jac="cs")
+
+
+def test_scipys_maxiter_may_be_a_float_and_is_refused_by_its_name():
+    assert by_scipy(options={"maxiter": 2e0}).nit == 2
+    for bad in (2.5, -1, math.nan, "7"):
+        with pytest.raises(ValueError, match="scipy_method: `maxiter` must be an integer >= 0"):
+            by_scipy(options={"maxiter": bad})
+    for bad in (-1e-3, math.nan):
+        with pytest.raises(ValueError, match="scipy_method: `gtol` must be >= 0"):
+            by_scipy(options={"gtol": bad})
+
+
+def test_scipys_disp_warns_of_a_run_that_did_not_converge(capsys):
+    with pytest.warns(scipy.optimize.OptimizeWarning, match="limit on steps"):
+        by_scipy(options={"maxiter": 2, "disp": True})
+    assert "Iterations: 2" in capsys.readouterr().out
+    assert by_scipy(options={"disp": True}).success
+    assert "The tolerance was reached." in capsys.readouterr().out
+
+
+def test_scipys_callbacks_stop_a_run_with_scipys_status():
+    def stop(intermediate_result):
+        assert (
+            intermediate_result["fun"] == intermediate_result.fun == BOWL.f(intermediate_result.x)
+        )
+        raise StopIteration
+
+    ours, theirs = by_scipy(callback=stop), scipy.optimize.minimize(
+        BOWL.f, BOWL.x0, jac=BOWL.grad, method="BFGS", callback=stop
+    )  # fmt: skip
+    assert (ours.status, ours.message, ours.success) == (theirs.status, theirs.message, False)
+    assert ours.status == 99
+    assert by_scipy(callback=lambda xk: True).status == 99
+    with pytest.raises(TypeError, match="scipy_method: `callback` must be a function"):
+        by_scipy(callback=3)
+
+
+def test_second_derivatives_are_not_used_and_scipy_says_so():
+    for name in ("hess", "hessp"):
+        with pytest.warns(RuntimeWarning, match=f"`{name}` is not used"):
+            assert by_scipy(**{name: lambda x, *p: np.eye(3)}).success
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_scipy_gets_a_result_where_f_is_none_at_the_start(value):
+    res = by_scipy(lambda x: value)
+    assert (res.success, res.nit, res.status) == (False, 0, int(Status.NOT_FINITE))
+    assert np.array_equal(res.x, BOWL.x0)
+    assert not math.isfinite(res.fun)
+    assert "must be finite at `x0`" in res.message

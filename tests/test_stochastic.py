@@ -214,3 +214,26 @@ def test_f_is_left_alone_unless_it_is_needed():
     calls = []
     minimize_stochastic(noisy, [0.0], steps=100, f=lambda x: calls.append(1) or 0.0)
     assert len(calls) == 2  # at the end: of the last and of the averaged iterate
+
+
+def test_what_minimize_takes_for_a_gradient_the_oracle_may_give():
+    """Lists, narrow types that would overflow, and no complex numbers."""
+    listed = minimize_stochastic(lambda x, rng: [2 * x[0], 2 * x[1]], [1.0, 2.0], steps=5)
+    arrayed = minimize_stochastic(lambda x, rng: 2 * x, [1.0, 2.0], steps=5)
+    assert np.array_equal(listed.x, arrayed.x)
+    narrow = minimize_stochastic(lambda x, rng: np.array([100], np.int8), [0.0], steps=3)
+    assert narrow.grad_first == narrow.grad_max == 100.0
+    assert narrow.x.dtype == np.float64
+    with pytest.raises(TypeError, match="minimize_stochastic: `oracle` must return an array of re"):
+        minimize_stochastic(lambda x, rng: x * 1j, [1.0], steps=3)
+
+
+def test_a_b_that_overflows_ends_the_run_at_the_last_good_point():
+    """b₁ = 1e-200 under ‖g‖ = 1e100: b would be infinite, and x frozen where the step threw it."""
+    res = minimize_stochastic(lambda x, rng: np.full(1, 1e100), [1.0], steps=9, b_init=1e-200)
+    assert (res.status, res.nit, res.b) == (Status.NOT_FINITE, 0, 1e-200)
+    assert "b was not finite" in res.message
+    with pytest.raises(ValueError, match="`oracle` must give a finite first gradient"):
+        minimize_stochastic(
+            lambda x, rng: np.full(1, 1e100), [1.0], steps=9, b_init=("gradient", 1e250)
+        )

@@ -123,9 +123,7 @@ def claims_hold(family, seed, log_b1, log_far, from_gradient):
     cert = res.certify(lipschitz=problem.lipschitz, f_star=problem.f_star)
     assert cert.claims
     assert all(claim.holds for claim in cert.claims), str(cert)
-    # A gradient is rounded by ε‖g‖ and a step is ‖g‖/b long: a slope is known to about ε·b.
-    if 2**-52 * res.b < 1e-3 * problem.lipschitz:
-        assert cert.holds, str(cert)
+    assert cert.holds, str(cert)
 
 
 # A family, a seed, the decades of b₁/L and of the distance, and whether b₁ is the gradient's norm.
@@ -176,7 +174,7 @@ def test_a_certificate_lists_every_lemma():
 
 
 def doctored(res, **changes):
-    trace = {k: v for k, v in changes.items() if k in ("b", "sq_norm", "fun", "slope")}
+    trace = {k: v for k, v in changes.items() if hasattr(res.trace, k)}
     rest = {k: v for k, v in changes.items() if k not in trace}
     return dataclasses.replace(res, trace=dataclasses.replace(res.trace, **trace), **rest)
 
@@ -193,6 +191,8 @@ def test_a_doctored_run_fails_its_certificate():
         "lower f": {"fun": t.fun - 1.0},
         "f rises": {"fun": np.where(np.arange(len(t)) == half, t.fun + 1.0, t.fun)},
         "a steep gradient": {"slope": 100 * t.slope},
+        "unknown slopes": {"slope": math.nan * t.slope},
+        "slopes known to nothing": {"slope_condition": math.nan * t.slope, "slope": 100 * t.slope},
         "fewer steps": {"nit": res.nit // 2},
         "another end": {"b": t.b, "sq_norm": t.sq_norm, "best": 0.1 * res.best},
         "another f": {"fun": t.fun, "start": dataclasses.replace(res.start, fun=1e9)},
@@ -226,6 +226,86 @@ def test_honest_float32_runs_keep_their_certificates(seed):
     assert cert.holds, str(cert)
 
 
+NUMBERS = ("b", "sq_norm", "best", "fun")
+
+
+@pytest.mark.parametrize("lie", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("name", [*NUMBERS, "start.b", "start.sq_norm", "start.fun", "jac"])
+@pytest.mark.parametrize("traced", [True, False])
+def test_no_number_that_is_none_hides_behind_a_maximum(name, lie, traced):
+    res, known = run()
+    res = res if traced else dataclasses.replace(res, trace=None)
+    if name.startswith("start."):
+        changes = {"start": dataclasses.replace(res.start, **{name[6:]: lie})}
+    else:
+        changes = {name: np.full_like(res.jac, lie) if name == "jac" else lie}
+    if (name.endswith("fun"), lie, traced) == (True, -1.0, False):
+        return  # A negative f is a value like others; only the trace knows better.
+    assert not dataclasses.replace(res, **changes).certify(**known).holds
+    assert not dataclasses.replace(res, **changes).certify().holds
+
+
+@pytest.mark.parametrize("name", ["b", "sq_norm", "fun"])
+@pytest.mark.parametrize("method", ["wngrad", "constant"])
+def test_no_number_of_a_trace_that_is_none_passes(name, method):
+    res, known = run(method=method, b_init=3.0)
+    numbers = getattr(res.trace, name)
+    for at in (0, len(numbers) // 2, -1):
+        wrong = numbers.copy()
+        wrong[at] = math.nan
+        assert not doctored(res, **{name: wrong, "nit": res.nit}).certify(**known).holds
+
+
+@pytest.mark.parametrize("name", ["b", "b_first", "grad_first", "grad_min", "grad_max"])
+def test_a_stochastic_run_with_a_number_that_is_none_is_refuted(name):
+    p = absolute()
+    res = minimize_stochastic(p.sample, p.x0, steps=50)
+    assert res.certify().holds
+    assert not dataclasses.replace(res, **{name: math.nan}).certify().holds
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_b_so_large_that_rounding_hides_the_slope_contradicts_nothing(dtype):
+    """A step of ‖∇f‖/b leaves a slope known to ε·b: the certificate says so instead."""
+    refuted, blurred = 0, 0
+    for seed in range(60):
+        p = drawn(("quadratic", "least-squares")[seed % 2], seed)
+        b1 = 10 ** (5 + seed / 8) * p.lipschitz * (dtype(1) if dtype is np.float32 else 1e5)
+        res = minimize(
+            p.f, p.x0.astype(dtype), jac=lambda x, p=p: p.grad(x.astype(np.float64)).astype(dtype),
+            b_init=float(b1), tol=1e-6, max_steps=60, trace=True,
+        )  # fmt: skip
+        cert = res.certify(lipschitz=p.lipschitz, f_star=p.f_star)
+        refuted += bool(cert.refuted)
+        blurred += any("slope of ∇f at" in text for text in cert.not_claimed)
+        assert not cert.lipschitz_seen > 1.01 * p.lipschitz
+    assert refuted == 0
+    assert blurred > 30
+
+
+def test_rounding_hides_no_wrong_l():
+    """Runs of ordinary b contradict an L that is 10 % too small, in float32, too."""
+    p = quadratic((1.0, 3.0, 10.0))
+    for dtype in (np.float32, np.float64):
+        jac = lambda x: p.grad(x).astype(x.dtype)  # noqa: E731
+        res = minimize(p.f, p.x0.astype(dtype), jac=jac, tol=1e-4, trace=True)
+        assert not res.certify(lipschitz=10.0, f_star=0.0).refuted
+        assert any("slope" in text for text in res.certify(lipschitz=9.0, f_star=0.0).refuted)
+
+
+def test_the_gradient_of_a_result_is_its_points_own():
+    """A function that uses its memory again has written the bad point's gradient there."""
+    out = np.empty(1)
+
+    def jac(x):
+        out[:] = 1 / x if x[0] > 0 else math.nan
+        return out
+
+    res = minimize(lambda x: float(np.log(x[0])), [0.1], jac=jac, b_init=1.0)
+    assert res.jac == 1 / res.x
+    assert res.certify().holds
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_far_from_the_origin_a_slope_is_still_a_slope(seed):
     """Near 1e8 a step rounds: its length is measured, not computed."""
@@ -244,6 +324,9 @@ def test_certify_checks_what_it_is_told():
     for known in ({"lipschitz": math.inf}, {"lipschitz": 0.0}, {"f_star": math.nan}):
         with pytest.raises(ValueError, match=f"`{next(iter(known))}`"):
             res.certify(**{"lipschitz": 1.0, "f_star": 0.0, **known})
+    for rounding in (math.nan, math.inf, -1.0):
+        with pytest.raises(ValueError, match="`rounding` must be >= 0 and finite"):
+            res.certify(rounding=rounding)
 
 
 def test_bounds_too_large_for_a_number_are_no_error():

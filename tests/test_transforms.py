@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import subprocess
 import sys
@@ -24,7 +25,9 @@ from wngrad.transforms import (
     scale_by_wngrad,
     wn_adam,
     wngrad,
+    wnmuon,
 )
+from wngrad.transforms.chains import bias_correction
 
 TABLE = {
     "wngrad": partial(wngrad, 1.0),
@@ -757,3 +760,40 @@ def test_extra_arguments_are_let_through(make):
     opt, params = make(), tree()
     update = partial(opt.update, value=1.0)
     jax.eval_shape(update, tree(1), jax.eval_shape(opt.init, params), params)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("func", [wngrad, wn_adam])
+def test_coupled_decay_is_added_in_float32(func, dtype):
+    """w·x = 1e-3 beside g = 1 is less than half a digit of bfloat16: b must take it in."""
+    opt = func(1.0, weight_decay=1e-3, neuron_axis=0)
+    x, g = jnp.ones((1, 4), dtype), jnp.ones((1, 4), dtype)
+    _, state = step(opt, x, opt.init(x), g)
+    np.testing.assert_allclose(optax.tree.get(state, "b"), 1 + 4 * 1.001**2, rtol=1e-6)
+    assert opt.update(g, state, x)[0].dtype == dtype
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.9, 0.999, 0.99999])
+@pytest.mark.parametrize("traced", [False, True])
+def test_the_first_running_mean_is_the_gradient_itself(beta, traced):
+    """ĝ₁/(1 − β) = g₁: 1 − βᵗ in float32 is off by 1.4e-3 at β = 0.99999."""
+    beta = jnp.float32(beta) if traced else beta
+    direction = lambda beta: scale_by_wn_adam(beta=beta).update(  # noqa: E731
+        jnp.full(2, 3.0), scale_by_wn_adam(beta=beta).init(jnp.ones(2))
+    )[0]
+    out = jax.jit(direction)(beta) if traced else direction(beta)
+    np.testing.assert_allclose(out, 3 / 10, rtol=3e-7)
+
+
+def test_the_correction_is_right_after_many_steps():
+    for beta, t in ((0.9, 3), (0.999, 40), (0.99999, 70), (0.99999, 10**6)):
+        exact = -math.expm1(t * math.log(beta))
+        np.testing.assert_allclose(bias_correction(beta, jnp.float32(t)), exact, rtol=3e-7)
+
+
+@pytest.mark.parametrize("func", [wngrad, wn_adam, scale_by_wngrad, scale_by_wn_adam, wnmuon])
+def test_the_rates_annotation_says_that_schedules_are_taken(func):
+    """As an object: optax's own tests compare it with that of its optimizers."""
+    annotation = inspect.signature(func).parameters["learning_rate"].annotation
+    assert annotation == optax.ScalarOrSchedule
+    assert annotation == inspect.signature(optax.sgd).parameters["learning_rate"].annotation

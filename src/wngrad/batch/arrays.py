@@ -14,8 +14,9 @@ Array = Any
 Oracle = Callable[[Array], tuple[Any, Array]]
 
 _JAC = (
-    "`jac` must be a function, True if `f` returns (value, gradient), or '2-point' or '3-point' "
-    "for finite differences; torch tensors and JAX arrays are differentiated by themselves"
+    "`jac` must be a function, True if `f` returns (value, gradient), '2-point' or '3-point' for "
+    "finite differences, or 'cs' for complex steps (NumPy alone); torch tensors and JAX arrays are "
+    "differentiated by themselves"
 )
 
 
@@ -27,6 +28,7 @@ class Kind:
     copy: Callable[[Array], Array]
     to_numpy: Callable[[Array], np.ndarray]
     from_numpy: Callable[[np.ndarray, Array], Array]  # an array like the second one
+    cast: Callable[[Array, Array], Array]  # an array of the second one's type
     is_array: Callable[[object], bool]
     plain: Callable[[Callable[..., Any]], Callable[..., Any]]  # a function, without autograd
     gradient_of: Callable[[Callable[..., Any]], Oracle] | None  # its own autograd
@@ -82,7 +84,9 @@ def oracle(
         d = kind.plain((lambda x: jac(x, *args)) if args else jac)
         return lambda x: (None, d(x))
     if isinstance(jac, str) and jac in ("2-point", "3-point"):
-        return _finite_differences(kind.plain(g), central=jac == "3-point", kind=kind)
+        return _finite_differences(owner, kind.plain(g), central=jac == "3-point", kind=kind)
+    if isinstance(jac, str) and jac == "cs" and kind is _NUMPY:
+        return _complex_steps(owner, g)
     if jac is not None:
         raise ValueError(f"{owner}: {_JAC}; got {jac!r}.")
     if kind.gradient_of is None:
@@ -99,20 +103,53 @@ def scalar(owner: str, value: Any) -> float:
 
 
 def first(owner: str, oracle: Oracle, kind: Kind, x: Array) -> tuple[Oracle, Any, Array]:
-    """The first evaluation, checked; and an oracle that makes arrays of what was none."""
+    """The first evaluation, checked; and an oracle whose gradients are `own_gradient`s."""
     pair = oracle(x)
     if not (isinstance(pair, tuple) and len(pair) == 2):
         raise ValueError(f"{owner}: `f` must return (value, gradient) for jac=True, got {pair!r}.")
-    value, g = pair
-    arrayed = oracle
-    if not kind.is_array(g):
-        arrayed = lambda x: _arrayed(*oracle(x), kind, x)  # noqa: E731
-        try:
-            value, g = _arrayed(value, g, kind, x)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"{owner}: `jac` must return an array, got {g!r}.") from error
-    check_shape(owner, "jac", g, x)
-    return arrayed, value, g
+    value, gradient = pair
+    return own_oracle(oracle, kind), value, first_gradient(owner, "jac", gradient, kind, x)
+
+
+def own_oracle(oracle: Oracle, kind: Kind) -> Oracle:
+    def value_and_gradient(x: Array) -> tuple[Any, Array]:
+        value, gradient = oracle(x)
+        return value, own_gradient(gradient, kind, x)
+
+    return value_and_gradient
+
+
+def first_gradient(owner: str, name: str, gradient: Any, kind: Kind, x: Array) -> Array:
+    """The first gradient, checked."""
+    try:
+        g = own_gradient(gradient, kind, x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{owner}: `{name}` must return an array of real numbers, got {gradient!r}."
+        ) from error
+    check_shape(owner, name, g, x)
+    return g
+
+
+def own_gradient(gradient: Any, kind: Kind, x: Array) -> Array:
+    """A gradient in memory of its own, which its function may use again, and of x's type.
+
+    Of a narrower one, ‖g‖² would be rounded to that type: 200² is 64 in int8.
+    """
+    if kind.is_array(gradient):
+        if gradient.dtype == x.dtype:
+            return kind.copy(gradient)
+        _check_real(str(gradient.dtype))
+        return kind.cast(gradient, x)
+    g = np.asarray(gradient)
+    _check_real(str(g.dtype))
+    g = g.astype(np.float64)
+    return kind.from_numpy(g, x) if g.size == np.size(x) else g
+
+
+def _check_real(dtype: str) -> None:
+    if "complex" in dtype:
+        raise TypeError(f"a gradient must hold real numbers, got {dtype}")
 
 
 def check_shape(owner: str, name: str, g: Array, x: Array) -> None:
@@ -123,23 +160,42 @@ def check_shape(owner: str, name: str, g: Array, x: Array) -> None:
         )
 
 
-def _arrayed(value: Any, gradient: Any, kind: Kind, like: Array) -> tuple[Any, Array]:
-    g = np.asarray(gradient, dtype=np.float64)
-    return value, kind.from_numpy(g, like) if g.size == np.size(like) else g
+def _complex_steps(owner: str, f: Callable[..., Any]) -> Oracle:
+    """∂f/∂x_i = Im f(x + ih·e_i)/h: nothing is subtracted, so h may be tiny; f must be analytic."""
+
+    def value_and_gradient(x: Array) -> tuple[Any, Array]:
+        gradient, h = np.empty(x.size), 1e-20
+        for i in range(x.size):
+            z = x.astype(np.complex128)
+            z.flat[i] += 1j * h
+            gradient[i] = _imaginary_part(owner, f(z)) / h
+        return scalar(owner, f(x)), gradient.reshape(x.shape)
+
+    return value_and_gradient
 
 
-def _finite_differences(f: Callable[..., Any], central: bool, kind: Kind) -> Oracle:
+def _imaginary_part(owner: str, value: Any) -> float:
+    if not (np.iscomplexobj(value) and np.size(value) == 1):
+        raise ValueError(
+            f"{owner}: `f` must return one complex number at complex x for jac='cs', got {value!r}."
+        )
+    return float(np.reshape(np.imag(value), ()))
+
+
+def _finite_differences(owner: str, f: Callable[..., Any], central: bool, kind: Kind) -> Oracle:
     def value_and_gradient(x: Array) -> tuple[Any, Array]:
         flat = kind.to_numpy(x).astype(np.float64).ravel()
         # The step that balances truncation against rounding: ε^(1/2), or ε^(1/3) if central.
         h = epsilon(x) ** (1 / 3 if central else 1 / 2)
-        value = float(f(x))
+        value = scalar(owner, f(x))
         gradient = np.empty_like(flat)
         for i in range(flat.size):
             d = h * max(1.0, abs(flat[i]))
-            ahead = f(kind.from_numpy(_moved(flat, i, d), x))
-            behind = f(kind.from_numpy(_moved(flat, i, -d), x)) if central else value
-            gradient[i] = (float(ahead) - float(behind)) / ((1 + central) * d)
+            ahead = scalar(owner, f(kind.from_numpy(_moved(flat, i, d), x)))
+            behind = value
+            if central:
+                behind = scalar(owner, f(kind.from_numpy(_moved(flat, i, -d), x)))
+            gradient[i] = (ahead - behind) / ((1 + central) * d)
         return value, kind.from_numpy(gradient, x)
 
     return value_and_gradient
@@ -147,7 +203,7 @@ def _finite_differences(f: Callable[..., Any], central: bool, kind: Kind) -> Ora
 
 def finite_difference_gradient(f: Callable[..., Any]) -> Callable[[Array], Array]:
     """The central-difference gradient of a function of a NumPy array."""
-    oracle = _finite_differences(f, central=True, kind=_NUMPY)
+    oracle = _finite_differences("finite_difference_gradient", f, central=True, kind=_NUMPY)
     return lambda x: oracle(x)[1]
 
 
@@ -158,7 +214,8 @@ def _moved(flat: np.ndarray, i: int, d: float) -> np.ndarray:
 
 
 def _numpy_sq_norm(g: np.ndarray, vdot: Callable[..., Any] = np.vdot) -> float:
-    return float(vdot(g, g))
+    wide = g.astype(np.float64, copy=False)
+    return float(vdot(wide, wide))
 
 
 _NUMPY = Kind(
@@ -166,6 +223,7 @@ _NUMPY = Kind(
     copy=np.array,
     to_numpy=np.asarray,
     from_numpy=lambda a, like: a.reshape(np.shape(like)).astype(np.asarray(like).dtype),
+    cast=lambda a, like: a.astype(like.dtype),
     is_array=lambda g: isinstance(g, np.ndarray),
     plain=lambda f: f,
     gradient_of=None,
@@ -194,6 +252,7 @@ def _torch() -> Kind:
 
     def sq_norm(g: Array) -> float:
         flat = g.detach().flatten()
+        flat = flat if flat.device.type == "mps" else flat.double()  # which has no float64
         return float(torch.dot(flat, flat))
 
     return Kind(
@@ -201,6 +260,7 @@ def _torch() -> Kind:
         copy=lambda x: x.detach().clone(),
         to_numpy=lambda x: x.detach().cpu().numpy(),
         from_numpy=lambda a, like: torch.as_tensor(a).to(like).view_as(like),
+        cast=lambda a, like: a.detach().to(like),
         is_array=lambda g: isinstance(g, torch.Tensor),
         plain=plain,
         gradient_of=gradient_of,
@@ -216,6 +276,7 @@ def _jax() -> Kind:
         copy=lambda x: x,  # they never change
         to_numpy=np.asarray,
         from_numpy=lambda a, like: jnp.asarray(a, like.dtype).reshape(like.shape),
+        cast=lambda a, like: a.astype(like.dtype),
         is_array=lambda g: isinstance(g, jax.Array),
         plain=lambda f: f,
         gradient_of=jax.value_and_grad,

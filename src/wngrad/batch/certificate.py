@@ -16,6 +16,7 @@ import numpy as np
 
 from wngrad.batch import bounds
 from wngrad.batch.arrays import kind_of
+from wngrad.batch.result import Status
 from wngrad.batch.updates import UPDATES
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 # What rounding may cost on the way to either side, in units of the run's last place and relative to
 # the numbers that went in: 1e-12 in float64.
 _UNITS = 4500
-# Near a minimum a slope is a quotient of two roundings; only an excess above this contradicts L.
+# Only a slope above this, after what rounding may have added to it, contradicts L.
 _ALLOWANCE = 1.01
 
 
@@ -57,7 +58,9 @@ class Certificate:
     assumed: tuple[str, ...]  # hypotheses taken on trust
     refuted: tuple[str, ...]  # hypotheses the run contradicts
     not_claimed: tuple[str, ...]  # what cannot be said, and why
-    lipschitz_seen: float  # the largest slope of the gradient on the run: a lower estimate of L
+    lipschitz_seen: (
+        float  # the largest slope of the gradient on the run, less its rounding: L is no less
+    )
 
     @property
     def holds(self) -> bool:
@@ -75,7 +78,8 @@ class Certificate:
         lines = ["\n  ".join([title, *rows]) for title, part in parts.items() if (rows := [*part])]
         if math.isfinite(self.lipschitz_seen):
             lines.append(
-                f"largest slope of ∇f seen: {self.lipschitz_seen:.6g} (L is at least that)"
+                f"largest slope of ∇f seen, less rounding: {self.lipschitz_seen:.6g} "
+                f"(L is at least that)"
             )
         return "\n".join(lines)
 
@@ -140,7 +144,8 @@ def certify(
         f_star: a lower bound on f, if you know it.
         rounding: what may be lost on the way to either side of a claim, relative to the numbers
             that went in: 4,500 units in the last place of x's type (1e-12 in float64) unless
-            given. Gradients by finite differences need more.
+            given. Gradients by finite differences need more. Where b is so large that a step is
+            not much longer than x's rounding, no slope is known, and none contradicts L.
 
     Returns:
         A `Certificate`. Print it.
@@ -155,12 +160,17 @@ def certify(
             raise ValueError(f"certify: `{name}` must be finite, got {value!r}.")
     if lipschitz is not None and not lipschitz > 0:
         raise ValueError(f"certify: `lipschitz` must be > 0, got {lipschitz!r}.")
+    if rounding is not None and not 0 <= rounding < math.inf:
+        raise ValueError(f"certify: `rounding` must be >= 0 and finite, got {rounding!r}.")
     draft = Draft(_UNITS * run.eps if rounding is None else rounding)
     draft.assumed.append("f and ∇f are what the run says they are at its points")
+    if not _numbers(run):
+        draft.refuted.append("every b is > 0, every ‖∇f‖² >= 0, and every number finite")
+        draft.not_claimed.append("anything else: the run's numbers are none")
+        return draft.finish()
     _ends(draft, run)
     _recursion(draft, run)
-    if run.trace is not None:
-        draft.lipschitz_seen = float(np.nanmax(run.trace.slope, initial=-math.inf))
+    _slopes(draft, run.trace)
     if run.method == "adagrad-norm":
         draft.not_claimed.append("the paper has no bound for AdaGrad-Norm")
         return draft.finish()
@@ -180,6 +190,45 @@ def certify(
     return draft.finish()
 
 
+def _numbers(run: Result) -> bool:
+    """Whether every number of a run is one: a NaN is in no order, and hides behind a maximum."""
+    unevaluated = run.trace is None and run.status in (Status.RAISED, Status.NOT_FINITE)
+    values = [run.start.fun] if unevaluated else [run.start.fun, run.fun]
+    b, squares = [run.b, run.start.b], [run.sq_norm, run.start.sq_norm, run.best]
+    if run.trace is not None:
+        values, b, squares = (
+            [*ends, *many]
+            for ends, many in (
+                (values, run.trace.fun), (b, run.trace.b), (squares, run.trace.sq_norm)
+            )
+        )  # fmt: skip
+    finite = np.isfinite([*values, *b, *squares]).all()
+    return bool(finite and min(b) > 0 and min(squares) >= 0) and _known_slopes(run.trace)
+
+
+def _known_slopes(trace: Trace | None) -> bool:
+    """Whether a slope is missing only where x, and so its gradient, has not changed."""
+    if trace is None:
+        return True
+    missing = np.flatnonzero(np.isnan(trace.slope[1:]) | np.isnan(trace.slope_condition[1:]))
+    return bool((trace.sq_norm[missing + 1] == trace.sq_norm[missing]).all())
+
+
+def _slopes(draft: Draft, trace: Trace | None) -> None:
+    """The largest slope that rounding does not explain, and how many it could explain whole."""
+    if trace is None:
+        return
+    rounding = draft.rounding * trace.slope_condition
+    draft.lipschitz_seen = float(np.nanmax(trace.slope - rounding, initial=-math.inf))
+    blurred = int((rounding >= trace.slope).sum())
+    if blurred:
+        worst = float(np.nanmax(rounding))
+        draft.not_claimed.append(
+            f"the slope of ∇f at {blurred} of {len(trace) - 1} steps: too short for it, their "
+            f"slopes are known to within {worst:.2g}"
+        )
+
+
 def _ends(draft: Draft, run: Result) -> None:
     """Does the result agree with itself? A doctored one does not."""
     apart = [
@@ -195,10 +244,10 @@ def _ends(draft: Draft, run: Result) -> None:
             (run.start.sq_norm, t.sq_norm[0]),
             (run.best, t.sq_norm.min()),
             (run.start.fun, t.fun[0]),
+            (run.fun, t.fun[-1]),
             (run.nit + 1, len(t)),
         )
         apart += [_apart(float(x), float(y)) for x, y in pairs]
-        apart += [_apart(run.fun, float(t.fun[-1]))] if math.isfinite(run.fun) else []
     draft.claim("the parts of the result agree", max(apart), 1e-12)
     if run.success:
         draft.claim("‖∇f(x)‖² ≤ ε at the end", run.sq_norm, run.tol)
@@ -216,6 +265,8 @@ def _recursion(draft: Draft, run: Result) -> None:
 
 
 def _apart(x: float, y: float) -> float:
+    if not (math.isfinite(x) and math.isfinite(y)):
+        return math.inf
     return 0.0 if x == y else abs(x - y) / max(abs(x), abs(y))
 
 
@@ -225,7 +276,7 @@ def _hypotheses(draft: Draft, run: Result, known: _Known) -> None:
     values = [run.start.fun, run.fun] if run.trace is None else run.trace.fun
     lowest, seen = float(np.nanmin(values)), draft.lipschitz_seen
     if run.trace is not None and seen > 0:
-        text = f"no slope of ∇f on the run exceeds {_ALLOWANCE}·L ({seen:.6g} seen)"
+        text = f"no slope of ∇f on the run, less rounding, exceeds {_ALLOWANCE}·L ({seen:.6g} seen)"
         draft.check(text, seen <= _ALLOWANCE * lipschitz)
     slack = draft.rounding * max(1.0, abs(lowest), abs(f_star))
     draft.check(f"no f(x_k) lies below f* (lowest {lowest:.6g})", lowest >= f_star - slack)

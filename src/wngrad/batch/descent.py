@@ -28,30 +28,35 @@ class Limits(NamedTuple):
     max_seconds: float
 
 
+class StartError(ValueError):
+    """f or its gradient is not finite at x₁."""
+
+    def __init__(self, message: str, point: Point) -> None:
+        super().__init__(message)
+        self.point = point
+
+
 class Function:
     """The function of a run: how it and its gradient are evaluated, and how often they were."""
 
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], jac: Any, kind: Kind) -> None:
         self.f, self.args, self.kind = f, args, kind
         self.nfev = self.extra = 0
-        self.gradient_alone: Callable[[Any], Any] | None = None  # where it comes without f
         # Finite differences evaluate f by themselves: those calls are counted, too.
         own = isinstance(jac, str)
         self.oracle = arrays.oracle(
-            "minimize", self.value if own else f, jac, kind, () if own else args
+            "minimize", self.evaluate if own else f, jac, kind, () if own else args
         )
 
-    def first(self, x: Any, jac: Any) -> Point:
+    def first(self, x: Any) -> Point:
         """The first point, checked."""
-        oracle, value, g = arrays.first("minimize", self.oracle, self.kind, x)
-        if oracle is self.oracle and callable(jac) and not self.args:
-            self.gradient_alone = self.kind.plain(jac)
-        self.oracle = oracle
+        self.oracle, value, g = arrays.first("minimize", self.oracle, self.kind, x)
         value = self.value(x) if value is None else arrays.scalar("minimize", value)
         sq = self.kind.sq_norm(g)
         if not (math.isfinite(sq) and math.isfinite(value)):
-            raise ValueError(
-                f"minimize: `f` and its gradient must be finite at `x0`, got f = {value}."
+            raise StartError(
+                f"minimize: `f` and its gradient must be finite at `x0`, got f = {value}.",
+                Point(x, g, sq, value),
             )
         if sq == 0 and self.kind.to_numpy(g).any():
             raise ValueError("minimize: `f` must be scaled up: its gradient's square underflows.")
@@ -60,9 +65,12 @@ class Function:
     def gradient(self, x: Any) -> Any:
         return self.oracle(x)[1]
 
-    def value(self, x: Any) -> float:
+    def evaluate(self, x: Any) -> Any:
         self.nfev += 1
-        return arrays.scalar("minimize", self.f(x, *self.args))
+        return self.f(x, *self.args)
+
+    def value(self, x: Any) -> float:
+        return arrays.scalar("minimize", self.evaluate(x))
 
     def value_and_gradient(self, x: Any) -> tuple[Any, Any]:
         """f and ∇f, also where the gradient comes alone."""
@@ -129,9 +137,8 @@ def _loop(
     run: _Run, function: Function, update: Update, limits: Limits, observer: Observer | None
 ) -> None:
     """Algorithm 1. Names are looked up once, and what nobody asked for costs nothing."""
-    oracle, gradient = function.oracle, function.gradient_alone
-    if observer is not None and observer.needs_f:
-        oracle, gradient = function.value_and_gradient, None
+    needs_f = observer is not None and observer.needs_f
+    oracle = function.value_and_gradient if needs_f else function.oracle
     step, sq_norm, equal, inf = rule.step, function.kind.sq_norm, arrays.equal, math.inf
     (tol, max_steps, seconds), (x, g, sq, value) = limits, run.point
     deadline = time.monotonic() + seconds if seconds < inf else None
@@ -143,7 +150,7 @@ def _loop(
                 run.status = Status.STEP_LIMIT if nit >= max_steps else Status.TIME_LIMIT
                 stalled = nit > 0 and equal(new, x)
                 break
-            new_value, new_g = oracle(new) if gradient is None else (None, gradient(new))
+            new_value, new_g = oracle(new)
             new_sq = sq_norm(new_g)
             new_b = update(b, new_sq, 1.0)  # b_j ← b_{j-1} + ‖∇f(x_j)‖²/b_{j-1}
             if not (new_sq < inf and new_b < inf and (new_value is None or abs(new_value) < inf)):

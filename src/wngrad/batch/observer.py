@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -34,16 +34,31 @@ class Intermediate(NamedTuple):
     sq_norm: float
 
 
+class BestPoint:
+    """A callback that keeps the point of the smallest f, before it calls another."""
+
+    def __init__(self, callback: Any = None) -> None:
+        self.callback = callback
+        self.point: Point | None = None
+
+    def see(self, point: Point) -> None:
+        value, best = point.value, self.point
+        if best is None or (value is not None and value < cast(float, best.value)):
+            self.point = point
+
+
 class Observer:
     """All that is shown every point of a run."""
 
     def __init__(self, kind: Kind, callback: Any, trace: bool, progress: bool) -> None:
         self._kind = kind
+        self.needs_f = trace or callback is not None
+        self._best = callback if isinstance(callback, BestPoint) else None
+        callback = callback.callback if isinstance(callback, BestPoint) else callback
         self._callback = None if callback is None else _by_scipys_convention(callback, kind.copy)
-        self._rows: list[tuple[float, float, float, float]] | None = [] if trace else None
+        self._rows: list[tuple[float, ...]] | None = [] if trace else None
         self._progress = _Progress() if progress else None
         self._last: Point | None = None
-        self.needs_f = trace or callback is not None
 
     @property
     def trace(self) -> Trace | None:
@@ -55,19 +70,32 @@ class Observer:
         if self._progress is not None:
             self._progress.show(nit, point.sq, b)
         if self._rows is not None:
-            self._rows.append((b, point.sq, value, self._slope(point)))
+            self._rows.append((b, point.sq, value, *self._slope(point)))
             # A copy: the function may use the gradient's memory again.
             self._last = point._replace(g=self._kind.copy(point.g))
+        if self._best is not None:
+            self._best.see(point)
         if self._callback is None or nit == 0:
             return False
         return self._callback(Intermediate(point.x, value, nit, b, point.sq))
 
-    def _slope(self, new: Point) -> float:
-        """‖∇f(x_{k+1}) − ∇f(x_k)‖/‖x_{k+1} − x_k‖."""
-        if self._last is None:
-            return math.nan
-        moved = self._kind.sq_norm(new.x - self._last.x)
-        return math.sqrt(self._kind.sq_norm(new.g - self._last.g) / moved) if moved else math.nan
+    def _slope(self, new: Point) -> tuple[float, float]:
+        """‖∇f(x_{k+1}) − ∇f(x_k)‖/‖x_{k+1} − x_k‖, and its condition.
+
+        A gradient is rounded by ε‖∇f‖ and a point by ε‖x‖, which moves the gradient by slope·ε‖x‖;
+        both are divided by the length of the step. Of a step of length ‖∇f‖/b that leaves ε·b.
+        """
+
+        def norm(v: Any) -> float:
+            return math.sqrt(self._kind.sq_norm(v))
+
+        old = self._last
+        moved = 0.0 if old is None else norm(new.x - old.x)
+        if old is None or not moved:
+            return math.nan, math.nan
+        slope = norm(new.g - old.g) / moved
+        gradients = math.sqrt(new.sq) + math.sqrt(old.sq)
+        return slope, (gradients + slope * (norm(new.x) + norm(old.x))) / moved
 
     def close(self) -> None:
         if self._progress is not None:

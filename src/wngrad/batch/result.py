@@ -42,7 +42,8 @@ class Trace:
     b: np.ndarray
     sq_norm: np.ndarray  # ‖∇f(x_k)‖²
     fun: np.ndarray  # f(x_k)
-    slope: np.ndarray  # ‖∇f(x_{k+1}) − ∇f(x_k)‖/‖x_{k+1} − x_k‖: each at most L
+    slope: np.ndarray  # ‖∇f(x_{k+1}) − ∇f(x_k)‖/‖x_{k+1} − x_k‖: each at most L, but for rounding
+    slope_condition: np.ndarray  # by how much of it, per relative rounding of x and ∇f
 
     def __len__(self) -> int:
         return len(self.b)

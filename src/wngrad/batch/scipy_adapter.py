@@ -2,47 +2,152 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import warnings
 from collections.abc import Callable
-from typing import Any
+from numbers import Real
+from typing import Any, cast
 
-from wngrad.batch.minimizer import minimize
+import numpy as np
+
+from wngrad.batch.arrays import kind_of
+from wngrad.batch.descent import StartError
+from wngrad.batch.minimizer import check_count, minimize
+from wngrad.batch.observer import BestPoint, Point
+from wngrad.batch.result import Result, Status
+
+_OWNER = "scipy_method"
+_STOPPED = 99  # SciPy's status of a run that its callback has ended
+_WORSE = "The tolerance was reached at a point worse than x0; x is the best point seen."
+# Values of f as close as this, relatively, are equal but for rounding.
+_UNITS = 4500
 
 
 def scipy_method(
     fun: Callable[..., Any], x0: Any, args: tuple[Any, ...] = (), **options: Any
 ) -> Any:
-    """For `scipy.optimize.minimize(f, x0, jac=grad, method=wngrad.scipy_method)`.
+    """WNGrad for `scipy.optimize.minimize(f, x0, jac=grad, method=wngrad.scipy_method)`.
 
     Takes `tol` (ε, on the squared norm), `callback` and the options of `minimize`; scipy's
-    `gtol` is √ε, `maxiter` is `max_steps` and `disp` is `progress`. Bounds, constraints and
-    second derivatives are refused, and finite differences too: scipy does not pass them on.
+    `gtol` is √ε, `maxiter` is `max_steps`, and `disp` is `progress` and a message at the end, an
+    OptimizeWarning where the run did not converge. f is evaluated at every point, and a run that
+    ends short of the tolerance returns the best point it has seen.
+
+    Without `jac` the gradient is taken by central differences, as for "3-point": scipy hands no
+    name of a scheme to a method of this kind. Bounds and constraints are refused; second
+    derivatives are not used.
     """
     from scipy.optimize import OptimizeResult
 
-    owner = "scipy_method"
-    for name in ("bounds", "constraints", "hess", "hessp"):
+    _warn_unused(options)
+    disp = bool(options.get("disp"))
+    chosen = _translated({key: value for key, value in options.items() if value is not None})
+    if kind_of(x0).gradient_of is None:
+        chosen.setdefault("jac", "3-point")
+    callback = chosen.pop("callback", None)
+    if callback is not None and not callable(callback):
+        raise TypeError(f"{_OWNER}: `callback` must be a function, got {callback!r}.")
+    best = BestPoint(None if callback is None else (callback := _Callback(callback)))
+    try:
+        res = minimize(fun, x0, args=args, callback=cast(Any, best), **chosen)
+    except StartError as start:
+        x, g, sq, value = start.point
+        result = OptimizeResult(
+            status=int(Status.NOT_FINITE), message=str(start), success=False, x=x, fun=value, jac=g,
+            nit=0, nfev=1, njev=1, sq_norm=sq,
+        )  # fmt: skip
+    else:
+        result = OptimizeResult(**_fields(res, cast(Point, best.point), callback))
+    if disp:
+        _tell(result)
+    return result
+
+
+def _warn_unused(options: dict[str, Any]) -> None:
+    """Take out what scipy hands to every method: refuse what would change the answer."""
+    for name in ("bounds", "constraints"):
         given = options.pop(name, None)
         if given is not None and not (isinstance(given, (tuple, list)) and len(given) == 0):
-            raise ValueError(f"{owner}: `{name}` must not be given, got {given!r}.")
-    chosen = {key: value for key, value in options.items() if value is not None}
-    if "jac" not in chosen:
-        raise ValueError(
-            f"{owner}: `jac` must be a function or True, got None; for finite differences call "
-            f"wngrad.minimize(..., jac='3-point')."
-        )
-    if "gtol" in chosen:
-        chosen["gtol"] = chosen["gtol"] ** 2
+            raise ValueError(f"{_OWNER}: `{name}` must not be given, got {given!r}.")
+    for name in ("hess", "hessp"):
+        if options.pop(name, None) is not None:
+            text = f"{_OWNER}: `{name}` is not used: WNGrad takes first derivatives only."
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def _translated(options: dict[str, Any]) -> dict[str, Any]:
+    """scipy's options under the names of `minimize`, checked under their own."""
+    if "gtol" in options:
+        gtol = options["gtol"]
+        if not (isinstance(gtol, Real) and float(gtol) >= 0):
+            raise ValueError(f"{_OWNER}: `gtol` must be >= 0, got {gtol!r}.")
+        options["gtol"] = float(gtol) ** 2
+    if "maxiter" in options:
+        most = options["maxiter"]
+        whole = isinstance(most, (float, np.floating)) and float(most).is_integer()
+        check_count(_OWNER, "maxiter", int(most) if whole else most, least=0)
+        options["maxiter"] = int(most)
     for theirs, ours in (("gtol", "tol"), ("maxiter", "max_steps"), ("disp", "progress")):
-        if theirs in chosen and ours in chosen:
-            raise ValueError(f"{owner}: give `{theirs}` or `{ours}`, not both.")
-        if theirs in chosen:
-            chosen[ours] = chosen.pop(theirs)
-    known = inspect.signature(minimize).parameters
-    if unknown := sorted(set(chosen) - set(known)):
-        raise TypeError(f"{owner}: `options` must be those of minimize, got {unknown}.")
-    res = minimize(fun, x0, args=args, **chosen)
-    fields = ("x", "fun", "jac", "nit", "nfev", "njev", "success", "message", "b", "sq_norm")
-    return OptimizeResult(
-        status=int(res.status), trace=res.trace, **{name: getattr(res, name) for name in fields}
-    )
+        if theirs in options and ours in options:
+            raise ValueError(f"{_OWNER}: give `{theirs}` or `{ours}`, not both.")
+        if theirs in options:
+            options[ours] = options.pop(theirs)
+    if unknown := sorted(set(options) - set(inspect.signature(minimize).parameters)):
+        raise TypeError(f"{_OWNER}: `options` must be those of minimize, got {unknown}.")
+    return options
+
+
+class _Callback:
+    """The caller's callback, handed what scipy's methods hand over."""
+
+    def __init__(self, callback: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, callback)
+        self.raised = False  # StopIteration
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from scipy.optimize import OptimizeResult
+
+        if "intermediate_result" in kwargs:
+            kwargs["intermediate_result"] = OptimizeResult(
+                **kwargs["intermediate_result"]._asdict()
+            )
+        try:
+            return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+        except StopIteration:
+            self.raised = True
+            raise
+
+
+def _fields(res: Result, best: Point, callback: Any) -> dict[str, Any]:
+    """What scipy calls the parts of a result, at the point that is returned."""
+    names = ("nit", "nfev", "njev", "success", "message", "b", "trace")
+    fields = {name: getattr(res, name) for name in names}
+    fields |= {"status": int(res.status), "x": res.x, "fun": res.fun, "jac": res.jac}
+    fields["sq_norm"] = res.sq_norm
+    if res.status is Status.STOPPED:
+        fields["status"] = _STOPPED
+        if callback.raised:
+            fields["message"] = "`callback` raised `StopIteration`."
+    slack = _UNITS * res.eps * max(1.0, abs(res.start.fun))
+    worse = not res.fun <= res.start.fun + slack
+    if (worse or not res.success) and cast(float, best.value) < res.fun:
+        fields |= {"x": best.x, "fun": float(cast(float, best.value)), "jac": best.g}
+        fields["sq_norm"] = best.sq
+        if res.success:
+            fields |= {"success": False, "message": _WORSE}
+    return fields
+
+
+def _tell(result: Any) -> None:
+    """As scipy's methods: the message, or a warning, and what it took."""
+    from scipy.optimize import OptimizeWarning
+
+    if result.success:
+        print(result.message)
+    else:
+        warnings.warn(result.message, OptimizeWarning, stacklevel=4)
+    print(f"         Current function value: {result.fun:f}")
+    print(f"         Iterations: {result.nit}")
+    print(f"         Function evaluations: {result.nfev}")
+    print(f"         Gradient evaluations: {result.njev}")

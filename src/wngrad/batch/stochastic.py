@@ -26,7 +26,7 @@ Schedule = Callable[[int], float]
 _MESSAGES = {
     Status.CONVERGED: "f(x) ≤ ε was reached.",
     Status.STEP_LIMIT: "All steps were taken.",
-    Status.NOT_FINITE: "A gradient was not finite at the next point; x is the last good one.",
+    Status.NOT_FINITE: "A gradient or b was not finite at the next point; x is the last good one.",
     Status.RAISED: "The oracle or f raised; x is the last good point.",
 }
 
@@ -101,13 +101,15 @@ def minimize_stochastic(
     _check(owner, steps, schedule, method, b_init, f, tol, check_every)
     kind, x = arrays.start(owner, x0)
     rng = np.random.default_rng(seed)
-    g = oracle(x, rng)
-    arrays.check_shape(owner, "oracle", g, x)
+    g = arrays.first_gradient(owner, "oracle", oracle(x, rng), kind, x)
     sq = kind.sq_norm(g)
     norm = math.sqrt(sq) if math.isfinite(sq) else math.nan
     b = _first_b(owner, method, schedule, b_init, norm, sq)
-    if not b > 0:
-        raise ValueError(f"{owner}: `oracle` must give a finite first gradient, not 0, got {g!r}.")
+    if not 0 < b < math.inf:
+        raise ValueError(
+            f"{owner}: `oracle` must give a finite first gradient, not 0, and a finite b₁, "
+            f"got {g!r} and {b}."
+        )
     run, error = _Run(x, x, g, b, norm, norm), None
 
     def stop(nit: int, x: Any) -> bool:
@@ -116,7 +118,8 @@ def minimize_stochastic(
 
     try:
         next_b = _next_b(owner, method, schedule)
-        _loop(run, lambda x: oracle(x, rng), kind.sq_norm, next_b, steps, stop)
+        gradient = lambda x: arrays.own_gradient(oracle(x, rng), kind, x)  # noqa: E731
+        _loop(run, gradient, kind.sq_norm, next_b, steps, stop)
         if f is not None:
             run.fun, run.fun_mean = float(f(run.x)), float(f(run.mean))
             if run.status is Status.STEP_LIMIT and run.fun <= tol:
@@ -180,11 +183,11 @@ def _loop(
         if g.shape != run.g.shape:
             raise ValueError(f"`oracle` returned the shape {tuple(g.shape)}")
         sq = sq_norm(g)
-        if not math.isfinite(sq):
+        b = next_b(run.b, sq, run.nit + 2)  # b_j ← b_{j-1} + ‖g_j‖²/b_{j-1}
+        if not (math.isfinite(sq) and math.isfinite(b)):
             run.status = Status.NOT_FINITE
             return
-        run.b = next_b(run.b, sq, run.nit + 2)  # b_j ← b_{j-1} + ‖g_j‖²/b_{j-1}
-        run.x, run.g, run.nit = x, g, run.nit + 1
+        run.x, run.g, run.b, run.nit = x, g, b, run.nit + 1
         run.mean = run.mean + (x - run.mean) / (run.nit + 1)
         run.low, run.high = min(run.low, math.sqrt(sq)), max(run.high, math.sqrt(sq))
 
@@ -257,6 +260,10 @@ def certify_stochastic(
     draft = Draft()
     if run.method != "wngrad":
         draft.not_claimed.append("Theorem 3.1 is about WNGrad")
+        return draft.finish()
+    ends = (run.b, run.b_first, run.grad_first, run.grad_min, run.grad_max)
+    if not np.isfinite(ends).all():
+        draft.refuted.append("b and every ‖g_k‖ are finite")
         return draft.finish()
     floor = run.grad_min if grad_floor is None else grad_floor
     bound = run.grad_max if grad_bound is None else grad_bound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from wngrad.transforms.blocks import wider
 from wngrad.transforms.settings import PyTree
 
 
@@ -35,6 +37,22 @@ def narrowed(
         return like(new, updates), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def add_decay(decay: Any) -> optax.GradientTransformation:
+    """g + w·x in float32 or wider: in bfloat16 a w·x below g/256 would vanish whole."""
+    return optax.stateless(
+        lambda g, x: jax.tree.map(lambda g, x: wider(g) + decay * wider(x), g, x)
+    )
+
+
+def bias_correction(beta: Any, t: jax.Array) -> jax.Array:
+    """1 − βᵗ for t >= 1, to the last digits: βᵗ is near 1, and its rounding all of the rest."""
+    if isinstance(beta, jax.Array):
+        log: Any = jnp.log1p(beta - 1)
+    else:
+        log = math.log(beta) if beta > 0 else -math.inf
+    return -jnp.expm1(t * log)
 
 
 def is_off(setting: Any) -> bool:

@@ -1,6 +1,6 @@
 """WNMuon as an optax transformation: the paper's rule over an orthogonalized direction."""
 
-from __future__ import annotations
+# No annotations from __future__: optax's tools look for `ScalarOrSchedule` itself, not its name.
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jax import Array
 
 from wngrad import rule
 from wngrad.transforms.blocks import Blocks, wider
-from wngrad.transforms.chains import is_off, narrowed, placed_by_compiler, zero
+from wngrad.transforms.chains import bias_correction, is_off, narrowed, placed_by_compiler, zero
 from wngrad.transforms.checks import checked
 from wngrad.transforms.layouts import Layouts, Matrices
 from wngrad.transforms.orthogonal import orthogonalize
@@ -176,7 +176,7 @@ def _next_rms(rms: Array, g: Array) -> Array:
 
 def _adam(m: Array, rms: Array, t: Array, mu: Number) -> Array:
     """0.3·m̂/√v̂, Adam's direction; t counts the gradients before this one."""
-    unbiased: Array = jnp.sqrt(1 - _BETA2 ** (t + 1)) / (1 - mu ** (t + 1))
+    unbiased = jnp.sqrt(bias_correction(_BETA2, t + 1)) / bias_correction(mu, t + 1)
     ratio = _by_parts(lambda m, r: m / jnp.where(r == 0, 1, r), m, rms)
     return _VECTOR_SCALE * unbiased * ratio
 

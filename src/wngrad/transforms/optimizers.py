@@ -1,6 +1,6 @@
 """WNGrad and WN-Adam as optax transformations: a direction over blocks, then the rate."""
 
-from __future__ import annotations
+# No annotations from __future__: optax's tools look for `ScalarOrSchedule` itself, not its name.
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import optax
 
 from wngrad import rule
 from wngrad.transforms.blocks import Blocks, Growth, wider
-from wngrad.transforms.chains import is_off, like, narrowed, zero
+from wngrad.transforms.chains import add_decay, bias_correction, is_off, like, narrowed, zero
 from wngrad.transforms.checks import checked
 from wngrad.transforms.settings import BInit, NeuronAxis, Nonfinite, Number, Per, PyTree, Rate
 
@@ -167,7 +167,7 @@ class _RunningMean:
         )  # fmt: skip
         direction = jax.tree.map(
             # t = 0: no gradient yet, and ĝ is 0
-            lambda m, b, t: rule.unbiased(m, self.beta, jnp.maximum(t, 1)) / b,
+            lambda m, b, t: m / bias_correction(self.beta, jnp.maximum(t, 1)) / b,
             m, new.divisor, self.blocks.spread(t, g),
         )  # fmt: skip
         return direction, {"m": like(m, state.m), "t": t}
@@ -211,6 +211,6 @@ def _descent(
     off = is_off(decay)
     parts = [_scaling(direction, None if off or not decoupled else decay)]
     if not off and not decoupled:
-        parts.insert(0, optax.add_decayed_weights(decay))
+        parts.insert(0, add_decay(decay))
     chain = optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
     return narrowed(chain, None if off else owner)

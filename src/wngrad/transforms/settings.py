@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
+
+import optax
 
 from wngrad.transforms.layouts import LayoutFunction
 from wngrad.transforms.neurons import Axes, AxisFunction
 
 PyTree = Any
 Number = Any  # a float, or an array of one
-Rate = Number | Callable[[Any], Any]
+Rate = optax.ScalarOrSchedule
 NeuronAxis = Axes | AxisFunction
 BInit = Number | Literal["gradient"] | tuple[Literal["gradient"], float]
 Per = Literal["neuron", "tensor", "model"]

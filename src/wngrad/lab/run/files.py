@@ -30,27 +30,38 @@ def write(path: Path, data: bytes) -> None:
     Raises:
         OSError: there is no room, or the folder cannot be written; it names `path`.
     """
-    # A short name: one longer than `path` might not be allowed. The same name every time: what a
-    # killed process left is overwritten by the next. Writers of one path hold a common lock.
-    beside = path.with_name(f".{hashlib.sha256(path.name.encode()).hexdigest()[:16]}")
+    new = beside(path)
     try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        if new.is_symlink():  # in a folder from somebody else: it may lead anywhere
+            new.unlink()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        descriptor = os.open(new, flags, 0o666)
         try:
             write_all(descriptor, data)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        os.replace(beside, path)
+        os.replace(new, path)
         _sync_folder(path.parent)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
         raise _unwritten(path, error) from error
+
+
+def beside(path: Path) -> Path:
+    """Where a file is written before it is renamed.
+
+    A short name: one longer than `path` might not be allowed. The same name every time: what a
+    killed process left is overwritten by the next. Writers of one path hold a common lock.
+    """
+    return path.with_name(f".{hashlib.sha256(path.name.encode()).hexdigest()[:16]}")
 
 
 def append(path: Path, line: bytes) -> None:
     """Add a line in one write: lines of several processes stay whole."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        descriptor = os.open(path, flags, 0o666)
         try:
             write_all(descriptor, line)
         finally:
@@ -189,9 +200,13 @@ def lock(path: Path, *, wait: bool) -> Iterator[bool]:
     """Hold `path` for this process alone; yields whether that was possible.
 
     The operating system lets go of it when the process ends, however it ends: nothing is ever left
-    marked as running.
+    marked as running. A link is no lock: what it leads to may be somebody else's.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        raise _unwritten(path, error) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:

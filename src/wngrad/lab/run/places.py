@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import tempfile
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -77,9 +78,9 @@ class RemoteFiles:
         if self.at_once:
             self.fs.pipe_file(str(path), data)
             return
-        beside = path.with_name(f".{hashlib.sha256(path.name.encode()).hexdigest()[:16]}")
-        self.fs.pipe_file(str(beside), data)
-        self.fs.mv(str(beside), str(path))
+        new = files.beside(path)
+        self.fs.pipe_file(str(new), data)
+        self.fs.mv(str(new), str(path))
 
     def append(self, path: Path, line: bytes) -> None:
         """A file of its own in a folder of that name: such places cannot append."""
@@ -112,6 +113,24 @@ class RemoteFiles:
         self.fs.makedirs(str(folder), exist_ok=True)
 
     def lock(self, path: Path, *, wait: bool) -> AbstractContextManager[bool]:
-        where = Path(tempfile.gettempdir()) / f"wngrad-locks-{os.getuid()}"
-        where.mkdir(exist_ok=True)
+        where = private_folder(Path(tempfile.gettempdir()) / f"wngrad-locks-{os.getuid()}")
         return files.lock(where / hashlib.sha256(str(path).encode()).hexdigest(), wait=wait)
+
+
+def private_folder(path: Path) -> Path:
+    """A folder in one that all may write to, made if need be, that no other user can write to.
+
+    Raises:
+        PermissionError: it is there already, and another user's, or not a folder.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    state = os.lstat(path)
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
+        raise PermissionError(
+            f"lab: {path} must be a folder of your own, got one that user {state.st_uid} has made; "
+            "set TMPDIR to a folder of yours."
+        )
+    if state.st_mode & 0o077:
+        path.chmod(0o700)
+    return path

@@ -20,8 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from wngrad.lab.run import files, places
-from wngrad.lab.train.spec import Lane, Pack, Record, Setting, Sweep
+from wngrad.lab.run import files, manifest, places
+from wngrad.lab.train.spec import Lane, Pack, Record, Sweep
 
 
 class Mismatch(ValueError):  # noqa: N818 - a state, and the name callers read
@@ -46,11 +46,11 @@ class Store:
             conditions: what would change the numbers: precision, device, versions, data, note.
         """
         for name in ("records", "checkpoints", "locks"):
-            self.place.make(self.folder / name)
+            self._make(name)
         with self.place.lock(self.folder / "locks" / "sweep", wait=True):
             known, planned, added = self._planned(sweep, conditions)
             if added or not planned:
-                entries = [_entry(pack) for pack in (*planned, *added)]
+                entries = manifest.entries((*planned, *added))
                 self._write(self.folder / "sweep.json", {**known, "packs": entries})
             return _asked(sweep, (*planned, *added))
 
@@ -61,16 +61,22 @@ class Store:
 
     def cut(self) -> list[Pack]:
         """The packs that are settled already."""
-        return [_pack(entry) for entry in (self._manifest() or {"packs": []})["packs"]]
+        return self._manifest()[1]
 
     def _planned(
         self, sweep: Sweep, conditions: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Pack], list[Pack]]:
         wanted = {**sweep.identity(), **conditions}
-        known = self._manifest() or {"settings": self._recorded() or wanted, "packs": []}
+        plan, planned = self._manifest()
+        known = plan or {"settings": self._recorded() or wanted}
         if known["settings"] != wanted:
             raise Mismatch(self._differences(known["settings"], wanted))
-        planned = [_pack(entry) for entry in known["packs"]]
+        if strange := {s for pack in planned for s in pack.settings} - set(sweep.settings):
+            first = min(strange, key=str)
+            raise Mismatch(
+                f"{self.home} plans {first.optimizer!r} at λ = {first.lam:g}, which is no part of "
+                "its sweep. Nothing was changed: choose another folder with --out."
+            )
         return known, planned, _added(sweep, planned)
 
     def missing(self, pack: Pack, settings: dict[str, Any], epochs: int) -> list[Lane]:
@@ -166,7 +172,7 @@ class Store:
     @contextmanager
     def lead(self) -> Iterator[bool]:
         """Whether this process may give out the packs to others, for as long as the block lasts."""
-        self.place.make(self.folder / "locks")
+        self._make("locks")
         with self.place.lock(self.folder / "locks" / "driver", wait=False) as first:
             yield first
 
@@ -175,15 +181,28 @@ class Store:
         line = (json.dumps(entry, ensure_ascii=False) + "\n").encode()
         self.place.append(self.folder / "sessions.jsonl", line)
 
-    def _manifest(self) -> dict[str, Any] | None:
+    def _manifest(self) -> tuple[dict[str, Any] | None, list[Pack]]:
+        """The plan in `sweep.json`, None if there is none that can be read, and its packs."""
         path = self.folder / "sweep.json"
         try:
             data = self.place.read(path)
-            return None if data is None else files.open_json(data, str(path))
+            if data is None:
+                return None, []
+            plan = files.open_json(data, str(path))
+            return plan, manifest.packs_of(plan, str(path))
         except files.Damaged as error:
             # The records and checkpoints say for themselves what they are of.
             self._set_aside(path, error)
-            return None
+            return None, []
+
+    def _make(self, name: str) -> None:
+        """A folder of the store, which is no way out of it."""
+        if self.place is files and (self.folder / name).is_symlink():
+            raise ValueError(
+                f"lab: {self.folder / name} must be a folder, got a link to another: a store "
+                "writes to its own folder alone."
+            )
+        self.place.make(self.folder / name)
 
     def _recorded(self) -> dict[str, Any] | None:
         """The settings the records speak of, for a folder that has lost its `sweep.json`."""
@@ -253,13 +272,3 @@ def _added(sweep: Sweep, planned: Sequence[Pack]) -> list[Pack]:
 def _asked(sweep: Sweep, packs: Sequence[Pack]) -> list[Pack]:
     lanes = set(sweep.lanes)
     return [pack for pack in packs if lanes & set(pack.lanes)]
-
-
-def _entry(pack: Pack) -> dict[str, Any]:
-    settings = [[s.optimizer, s.lam] for s in pack.settings]
-    return {"name": pack.name, "settings": settings, "seeds": list(pack.seeds)}
-
-
-def _pack(entry: dict[str, Any]) -> Pack:
-    settings = tuple(Setting(name, lam) for name, lam in entry["settings"])
-    return Pack(entry["name"], settings, tuple(entry["seeds"]))
