@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import textwrap
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from wngrad.lab.optimizers import OPTIMIZERS, SPARE_STYLES, Style
 from wngrad.lab.report.base import Axis, Report
 from wngrad.lab.report.cells import Cell, label, lam_text
 from wngrad.lab.report.results import Results
+from wngrad.lab.run import files
 from wngrad.lab.train.spec import Metric
 
 ROW = 0.032  # of a panel's height: one row of marks on its edge
@@ -43,7 +45,9 @@ def write(report: Report, paths: Sequence[Path]) -> None:
         fig = draw(report)
         for path in paths:
             undated = {"Date": None} if path.suffix == ".svg" else None
-            fig.savefig(path, dpi=140, metadata=undated)
+            drawn, kind = io.BytesIO(), path.suffix[1:]
+            fig.savefig(drawn, format=kind, dpi=140, metadata=undated)
+            files.write(path, drawn.getvalue())
 
 
 def draw(report: Report) -> Any:

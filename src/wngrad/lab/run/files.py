@@ -213,7 +213,23 @@ def lock(path: Path, *, wait: bool) -> Iterator[bool]:
         os.close(descriptor)
         yield False
         return
+    _held.add(descriptor)
     try:
         yield True
     finally:
+        _held.discard(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # for copies in forked processes, too
         os.close(descriptor)
+
+
+_held: set[int] = set()  # descriptors of the locks that this process holds
+
+
+def _let_go() -> None:
+    """In a forked process, which would hold its parent's locks for as long as it stays."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
