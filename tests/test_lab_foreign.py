@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import random
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -299,15 +301,26 @@ def test_a_full_disk_names_the_file_of_a_report_and_leaves_the_old_one_whole(
 # ---------------------------------------------------------------- processes that stay
 
 
+FORKS = """
+import os, sys
+from pathlib import Path
+from wngrad.lab.run import files
+
+path = Path(sys.argv[1])
+read, write = os.pipe()
+with files.lock(path, wait=False):
+    if (child := os.fork()) == 0:
+        os.read(read, 1)
+        os._exit(0)
+with files.lock(path, wait=False) as claimed:
+    print("claimed" if claimed else "held")
+os.write(write, b".")
+os.waitpid(child, 0)
+"""
+
+
 def test_a_forked_process_holds_no_lock_of_its_parent(tmp_path):
-    read, write = os.pipe()
-    with files.lock(tmp_path / "lock", wait=False):
-        if (child := os.fork()) == 0:
-            os.read(read, 1)
-            os._exit(0)
-    try:
-        with files.lock(tmp_path / "lock", wait=False) as claimed:
-            assert claimed
-    finally:
-        os.write(write, b".")
-        os.waitpid(child, 0)
+    """In a process without threads, which a process that forks should not have."""
+    command = [sys.executable, "-c", FORKS, str(tmp_path / "lock")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "claimed\n", done.stderr

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from wngrad.lab import atomic
 from wngrad.lab.report import figures, page
 from wngrad.lab.report.base import Report
 from wngrad.lab.report.paper import PaperReport
 from wngrad.lab.report.results import Results
 from wngrad.lab.report.task import TaskReport
-from wngrad.lab.run import files
 from wngrad.lab.train.spec import Record, Sweep
 
 
@@ -47,7 +47,7 @@ def write(
     out.mkdir(parents=True, exist_ok=True)
     names = ("report.html", "figure.png", "figure.svg", "summary.md")
     html, png, svg, summary = (out / name for name in names)
-    files.write(html, page.render(report).encode())
+    atomic.write(html, page.render(report).encode())
     figures.write(report, [png, svg])
-    files.write(summary, report.markdown().encode())
+    atomic.write(summary, report.markdown().encode())
     return [html, png, svg, summary]

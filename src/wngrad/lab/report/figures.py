@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from wngrad.lab import atomic
 from wngrad.lab.optimizers import OPTIMIZERS, SPARE_STYLES, Style
 from wngrad.lab.report.base import Axis, Report
 from wngrad.lab.report.cells import Cell, label, lam_text
 from wngrad.lab.report.results import Results
-from wngrad.lab.run import files
 from wngrad.lab.train.spec import Metric
 
 ROW = 0.032  # of a panel's height: one row of marks on its edge
@@ -47,7 +47,7 @@ def write(report: Report, paths: Sequence[Path]) -> None:
             undated = {"Date": None} if path.suffix == ".svg" else None
             drawn, kind = io.BytesIO(), path.suffix[1:]
             fig.savefig(drawn, format=kind, dpi=140, metadata=undated)
-            files.write(path, drawn.getvalue())
+            atomic.write(path, drawn.getvalue())
 
 
 def draw(report: Report) -> Any:

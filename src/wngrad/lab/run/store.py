@@ -267,7 +267,7 @@ def _opened(data: bytes, name: str, lane: str | None = None) -> Record:
     except ValueError as error:  # the checksum is right, but it is none of our records
         raise files.Damaged(f"{name} is no record of a lane: {error}") from error
     if lane is not None and record.lane.name != lane:
-        raise files.Damaged(f"{name} is the record of another lane, {record.lane}.")
+        raise files.Damaged(f"{name} is the record of another lane, {str(record.lane)!r}.")
     return record
 
 
