@@ -70,7 +70,7 @@ def _findings(opt: Optimizer, group: dict[str, Any]) -> list[str]:
     if skips := report.skips_of(opt, group):
         clauses.append(f"{skips} blocks with gradients that were not finite have been skipped")
     b = b[b.isfinite() & (b > 0)]
-    if b.numel() and isinstance(group["b_init"], tuple):
+    if b.numel() and isinstance(group["b_init"], (str, tuple)):
         clauses.append(f"b lies between {b.min():.3g} and {b.max():.3g} after {steps} steps")
     elif b.numel():
         clauses += _growth(group, params, b / group["b_init"], steps)
