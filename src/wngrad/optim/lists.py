@@ -77,7 +77,7 @@ lerp_ = _over_lists("lerp_")  # x ← x + w·(y − x)
 
 def copy_(tensors: Tensors, new: list[Tensor]) -> None:
     """x ← y, in x's type."""
-    if any(t.is_neg() for t in tensors):
+    if not torch.compiler.is_compiling() and any(t.is_neg() for t in tensors):
         # torch 2.13 loses the negative bit of a float16 tensor to which it copies a float32 one.
         new = [x.to(t.dtype) for t, x in zip(tensors, new, strict=True)]
     _copy(tensors, new)
