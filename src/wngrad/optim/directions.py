@@ -23,15 +23,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from wngrad.optim import lists
+from wngrad import rule
+from wngrad.optim import blocks, lists
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 Buffers = dict[str, list[Tensor]]  # by name, one tensor of the parameter's shape for each parameter
-
-
-def bias_correction(beta: float, t: Tensor) -> Tensor:
-    """1 − βᵗ for t ≥ 1, to the last digits: βᵗ is near 1, and its rounding all of the rest."""
-    return -torch.expm1(t * (math.log(beta) if beta > 0 else -math.inf))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +101,8 @@ class RunningMean(Direction):
 
     def factor(self, b: Tensor, t: Tensor) -> Tensor | None:
         # At t = 0 no block has moved yet, and ĝ is 0.
-        return 1 / b / bias_correction(self.beta, torch.clamp(t.to(b.dtype), min=1))
+        factor: Tensor = rule.unbiased(1 / b, self.beta, torch.clamp(t.to(b.dtype), min=1))
+        return factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +133,9 @@ class Adam(Direction):
         return u, {"m": m, "rms": rms}
 
     def _ratio(self, m: Tensor, rms: Tensor, t: Tensor) -> Tensor:
-        t = t.to(m.dtype) + 1
-        unbiased = bias_correction(self.beta2, t).sqrt() / bias_correction(self.beta, t)
-        return self.scale * unbiased * torch.where(rms == 0, m, m / rms)
+        t = t.to(blocks.accumulator(t.device)) + 1
+        unbiased = (1 - self.beta2**t).sqrt() / (1 - self.beta**t)
+        return (self.scale * unbiased).to(m.dtype) * torch.where(rms == 0, m, m / rms)
 
 
 GRADIENT = Direction()
