@@ -123,7 +123,7 @@ class Launch:
             names = [name for name in jit.arg_names if name in constants]
             where = (t.data_ptr() for t in tensors)
             arguments = (*where, *(constants[name] for name in names))
-            self._ready[mode.value] = _again(compiled, grid, arguments, self.method.device)
+            self._ready[mode.value] = again(compiled, grid, arguments, self.method.device)
 
     def _find_b(self, split: SplitStep, check: bool) -> None:
         method = self.method
@@ -147,7 +147,7 @@ class Launch:
         )
 
 
-def _again(
+def again(
     compiled: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], device: torch.device
 ) -> Callable[[], object]:  # pragma: no cover, needs a GPU
     """The launch of a kernel that has been launched before.

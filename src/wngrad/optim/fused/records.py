@@ -46,6 +46,12 @@ TRITON_SHARED = _record(
 )
 TRITON_RUN = _record("sums", "count")
 TRITON_MEMBER = _record("b", "t", "skipped", "room", "present")
+# A matrix to be orthogonalized: its momentum; which gradient it is in, and from which element on;
+# its size, and with padding; where its copies and its square companions lie; which sums are its.
+TRITON_MATRIX = _record(
+    *("m", "gradient", "start", "rows", "columns", "height", "width", "tall", "group", "scale"),
+    *("x", "u", "square", "side", "first_sum", "sums", "first_tile", "tiles"),
+)
 
 # C: a parameter, with its layout; parameters that share b; rows of them; pieces of long rows.
 C_PARAMETER = _record(*_PLACES, "length", "group", "hold", "dense", *_SIZES, *_STRIDES)

@@ -1,0 +1,171 @@
+"""Orthogonalized directions on CUDA: from gradients and momenta to U, batch after batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wngrad.optim.fused.products import (
+    LARGE,
+    LARGE_SIDE,
+    SMALL,
+    WIDTH_OF_SUMS,
+    Batch,
+    Blocks,
+    Launch,
+    Matrix,
+    Products,
+    Workspace,
+)
+from wngrad.optim.fused.records import DTYPES
+from wngrad.optim.matrices import Layout
+
+_AT_ONCE = 2**26  # elements of large matrices: enough for the GPU, and little memory
+
+
+class Words(NamedTuple):
+    """The words that a step brings up to date: each group's numbers, the gradients' addresses."""
+
+    settings: Tensor
+    gradients: Tensor
+
+
+class Source(NamedTuple):
+    """A parameter whose direction is wanted."""
+
+    p: Tensor
+    g: Tensor
+    m: Tensor
+    layout: Layout
+    gradient: int  # its number among the gradients
+    group: int
+    hides_rows: bool  # those without a gradient
+
+
+def fits(p: Tensor, g: Tensor, m: Tensor, layout: Layout) -> bool:
+    """Whether its matrices lie in memory row after row, in all three tensors alike."""
+    if layout.kind == "transposed" or not p.numel() or {g.stride(), m.stride()} != {p.stride()}:
+        return False
+    last = p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last)
+    return p.is_contiguous() or (layout.kind == "rows" and last)
+
+
+def stages(sources: Sequence[Source], skip: bool, words: Words) -> list[Stage]:
+    """The stages of some parameters of one type on one device, which share their memory."""
+    parts = [(part, _batch(part, blocks)) for blocks, part in _parts(sources)]
+    workspace = Workspace([batch for _, batch in parts])
+    return [Stage(part, batch, workspace, skip, words) for part, batch in parts]
+
+
+def _batch(sources: list[Source], blocks: Blocks) -> Batch:
+    matrices: list[Matrix] = []
+    for source, start in zip(sources, _starts(sources), strict=True):
+        count, rows, columns = source.layout.sizes(source.p.shape)
+        scale, size = source.layout.scale(source.p.shape), rows * columns
+        at, each = source.m.data_ptr(), size * source.m.element_size()
+        for k in range(count):
+            place = (at + k * each, source.gradient, k * size)
+            matrices.append(Matrix(*place, rows, columns, source.group, scale, start + k * size))
+    return Batch(matrices, blocks, sources[0].p.device)
+
+
+def _starts(sources: list[Source]) -> list[int]:
+    """Where each of their directions begins, a multiple of 16 bytes."""
+    return list(accumulate((-(-s.p.numel() // 16) * 16 for s in sources), initial=0))[:-1]
+
+
+def _parts(sources: Sequence[Source]) -> Iterable[tuple[Blocks, list[Source]]]:
+    """Small matrices all together; large ones, those of a size side by side, some at a time."""
+    large = [s for s in sources if min(s.layout.sizes(s.p.shape)[1:]) >= LARGE_SIDE]
+    small = [s for s in sources if min(s.layout.sizes(s.p.shape)[1:]) < LARGE_SIDE]
+    large.sort(key=lambda s: s.p.numel(), reverse=True)
+    for blocks, part in ((LARGE, large), (SMALL, small)):
+        batch: list[Source] = []
+        for source in part:
+            if batch and sum(s.p.numel() for s in (*batch, source)) > _AT_ONCE:
+                yield blocks, batch
+                batch = []
+            batch.append(source)
+        if batch:
+            yield blocks, batch
+
+
+class Stage:
+    """A batch of parameters: `run` stores their momenta, and their directions in `u`."""
+
+    def __init__(
+        self,
+        sources: list[Source],
+        batch: Batch,
+        workspace: Workspace,
+        skip: bool,
+        words: Words,
+    ) -> None:
+        from wngrad.optim.fused import kernel_matrices
+
+        self.sources, self._batch, self._words = sources, batch, words
+        self._kernel, self._x = kernel_matrices, workspace.x
+        places = zip(sources, _starts(sources), strict=True)
+        self.u = [workspace.x.as_strided(s.p.shape, s.p.stride(), at) for s, at in places]
+        self._products = Products(batch, workspace)
+        device = batch.device
+        self._sums = torch.empty(batch.sums, dtype=torch.float64, device=device)
+        self._factors = torch.empty(batch.count, dtype=torch.float64, device=device)
+        aligned = all(t.data_ptr() % 16 == 0 for s in sources for t in (s.g, s.m))
+        self._constants = {
+            "DTYPE": _type(sources[0].p.dtype),
+            "WIDE": batch.exact and aligned,
+            "PIECE": batch.blocks.piece,
+            "TILE": batch.blocks.tile,
+        }
+        self._skip = skip
+        self._hidden = _hidden_rows(sources, device)
+        self._usual = self._launches(self._sums, self._sums, {"SCALE": False, "FOUND": False})
+
+    def run(self, scale: Tensor, found_inf: Tensor, flags: dict[str, bool]) -> None:
+        """Take the gradients as they are now, or divided by `scale`, unless `found_inf` says no."""
+        scaled = any(flags.values())
+        for launch in self._launches(scale, found_inf, flags) if scaled else self._usual:
+            launch()
+
+    def _launches(self, scale: Tensor, found_inf: Tensor, flags: dict[str, bool]) -> list[Any]:
+        kernel, batch, rec = self._kernel, self._batch, self._batch.records.tensor
+        inputs = (rec, self._words.gradients, self._words.settings, scale)
+        usual, scaling = self._constants, {"SCALE": flags["SCALE"]}
+        made = [
+            Launch(kernel.sum_squares, batch.sums, batch.summing, *inputs, self._sums,
+                   **scaling, **usual),
+            Launch(kernel.find_factors, batch.count, rec, self._sums, self._factors,
+                   WIDTH_OF_SUMS=WIDTH_OF_SUMS),
+            Launch(kernel.fill, len(batch.filling), batch.filling, *inputs, found_inf,
+                   self._factors, batch.firsts, self._x,
+                   **flags, SKIP=self._skip, EXACT=batch.exact, **usual),
+            self._products.run,
+        ]  # fmt: skip
+        if self._hidden is not None:
+            which, firsts = self._hidden
+            tensors = (which, firsts, rec, self._words.gradients, self._x)
+            sizes = {"DTYPE": usual["DTYPE"], "TILE": 256}
+            made.append(Launch(kernel.hide_rows, len(which), *tensors, **sizes))
+        return made
+
+
+def _hidden_rows(sources: list[Source], device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """For each row that may be hidden the number of its matrix, and the first row of each."""
+    sizes = [(s.layout.sizes(s.p.shape), s.hides_rows) for s in sources]
+    rows = [rows * hides for (count, rows, _), hides in sizes for _ in range(count)]
+    if not any(rows):
+        return None
+    which = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(rows))
+    firsts = torch.tensor(list(accumulate(rows, initial=0))[:-1])
+    return which.to(device), firsts.to(device)
+
+
+def _type(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return getattr(tl, DTYPES[dtype])
