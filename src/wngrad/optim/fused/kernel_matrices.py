@@ -221,12 +221,13 @@ def gram(
 def product(
     tiles, rec, left, right, added, out, sums, before,
     alpha, beta, gamma,
-    ADDS: tl.constexpr, SUM: tl.constexpr, NORMS: tl.constexpr,
+    ADDS: tl.constexpr, SUM: tl.constexpr, NORMS: tl.constexpr, MIRRORS: tl.constexpr,
     BLOCK: tl.constexpr, DEPTH: tl.constexpr, WIDTH_OF_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """α·I + β·D + γ·A·B for symmetric matrices that are polynomials of one.
+    """α·I + β·D + γ·A·Bᵀ for matrices that are polynomials of one, nearly: they commute.
 
     Args:
+        MIRRORS: the tiles are those of the lower half.
         NORMS: divide the product by ‖A‖² (from the sums in `before`) and multiply it by `NORM`.
     """
     i, r, row, column, tile = _find(tiles, rec)
@@ -237,7 +238,7 @@ def product(
     b = right + at + columns[:, None] * side + depth[None, :]
     acc = tl.zeros([BLOCK, BLOCK], tl.float32)
     for _ in range(0, side, DEPTH):
-        acc = tl.dot(tl.load(a), tl.trans(tl.load(b)), acc)  # B is symmetric
+        acc = tl.dot(tl.load(a), tl.trans(tl.load(b)), acc)
         a += DEPTH
         b += DEPTH
     if NORMS:
@@ -247,7 +248,10 @@ def product(
     if ADDS:
         d = tl.load(added + at + rows[:, None] * side + columns[None, :]).to(tl.float32)
         acc = gamma * acc + beta * d + tl.where(rows[:, None] == columns[None, :], alpha, 0.0)
-    _keep(acc, out + at, row, column, side, BLOCK)
+    if MIRRORS:
+        _keep(acc, out + at, row, column, side, BLOCK)
+    else:
+        tl.store(out + at + rows[:, None] * side + columns[None, :], acc.to(tl.float16))
     if SUM:
         _sum(acc, sums, tile, row, column)
 
@@ -282,13 +286,14 @@ def first_polynomial(
 @triton.jit
 def apply(
     tiles, rec, square, x, out, factors,
-    LAST: tl.constexpr, EXACT: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, EXACT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """s·P·X; s·X·P where X is tall.
+    """P·X; X·P where X is tall.
 
     Args:
-        LAST: the result is the direction: without padding, and s is the matrix's own.
+        FIRST: times s, by which X is yet to be scaled.
+        LAST: the result is the direction: without padding, and scaled.
     """
     i, r, row, column, _ = _find(tiles, rec)
     side, width, tall = _size(r + SIDE), _size(r + WIDTH), tl.load(r + TALL) != 0
@@ -318,7 +323,9 @@ def apply(
             inside = (rows[:, None] < tl.load(r + ROWS)) & (columns[None, :] < stride)
             tl.store(to, value, mask=inside)
     else:
-        value = (acc * tl.load(factors + i)).to(tl.float16)
+        if FIRST:
+            acc *= tl.load(factors + i)
+        value = acc.to(tl.float16)
         tl.store(out + _aligned(r + X_AT) + rows[:, None] * width + columns[None, :], value)
 
 

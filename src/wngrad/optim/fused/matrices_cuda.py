@@ -12,6 +12,7 @@ from torch import Tensor
 from wngrad.optim.fused.products import (
     LARGE,
     LARGE_SIDE,
+    NEARLY_SQUARE,
     SMALL,
     WIDTH_OF_SUMS,
     Batch,
@@ -56,12 +57,12 @@ def fits(p: Tensor, g: Tensor, m: Tensor, layout: Layout) -> bool:
 
 def stages(sources: Sequence[Source], skip: bool, words: Words) -> list[Stage]:
     """The stages of some parameters of one type on one device, which share their memory."""
-    parts = [(part, _batch(part, blocks)) for blocks, part in _parts(sources)]
+    parts = [(part, _batch(part, blocks, steps)) for blocks, steps, part in _parts(sources)]
     workspace = Workspace([batch for _, batch in parts])
     return [Stage(part, batch, workspace, skip, words) for part, batch in parts]
 
 
-def _batch(sources: list[Source], blocks: Blocks) -> Batch:
+def _batch(sources: list[Source], blocks: Blocks, steps: bool) -> Batch:
     matrices: list[Matrix] = []
     for source, start in zip(sources, _starts(sources), strict=True):
         count, rows, columns = source.layout.sizes(source.p.shape)
@@ -70,7 +71,7 @@ def _batch(sources: list[Source], blocks: Blocks) -> Batch:
         for k in range(count):
             place = (at + k * each, source.gradient, k * size)
             matrices.append(Matrix(*place, rows, columns, source.group, scale, start + k * size))
-    return Batch(matrices, blocks, sources[0].p.device)
+    return Batch(matrices, blocks, steps, sources[0].p.device)
 
 
 def _starts(sources: list[Source]) -> list[int]:
@@ -78,20 +79,27 @@ def _starts(sources: list[Source]) -> list[int]:
     return list(accumulate((-(-s.p.numel() // 16) * 16 for s in sources), initial=0))[:-1]
 
 
-def _parts(sources: Sequence[Source]) -> Iterable[tuple[Blocks, list[Source]]]:
-    """Small matrices all together; large ones, those of a size side by side, some at a time."""
-    large = [s for s in sources if min(s.layout.sizes(s.p.shape)[1:]) >= LARGE_SIDE]
-    small = [s for s in sources if min(s.layout.sizes(s.p.shape)[1:]) < LARGE_SIDE]
-    large.sort(key=lambda s: s.p.numel(), reverse=True)
-    for blocks, part in ((LARGE, large), (SMALL, small)):
+def _parts(sources: Sequence[Source]) -> Iterable[tuple[Blocks, bool, list[Source]]]:
+    """Small matrices all together; large ones, those of a shape side by side, some at a time."""
+
+    def sides(source: Source) -> tuple[int, int]:
+        _, rows, columns = source.layout.sizes(source.p.shape)
+        return min(rows, columns), max(rows, columns)
+
+    large = [s for s in sources if sides(s)[0] >= LARGE_SIDE]
+    square = [s for s in large if sides(s)[1] <= NEARLY_SQUARE * sides(s)[0]]
+    longer = [s for s in large if sides(s)[1] > NEARLY_SQUARE * sides(s)[0]]
+    small = [s for s in sources if sides(s)[0] < LARGE_SIDE]
+    for blocks, part in ((LARGE, square), (LARGE, longer), (SMALL, small)):
+        steps = part is square
         batch: list[Source] = []
-        for source in part:
+        for source in sorted(part, key=lambda s: s.p.numel(), reverse=True):
             if batch and sum(s.p.numel() for s in (*batch, source)) > _AT_ONCE:
-                yield blocks, batch
+                yield blocks, steps, batch
                 batch = []
             batch.append(source)
         if batch:
-            yield blocks, batch
+            yield blocks, steps, batch
 
 
 class Stage:
@@ -109,9 +117,9 @@ class Stage:
 
         self.sources, self._batch, self._words = sources, batch, words
         self._kernel, self._x = kernel_matrices, workspace.x
-        places = zip(sources, _starts(sources), strict=True)
-        self.u = [workspace.x.as_strided(s.p.shape, s.p.stride(), at) for s, at in places]
         self._products = Products(batch, workspace)
+        places, u = zip(sources, _starts(sources), strict=True), self._products.u
+        self.u = [u.as_strided(s.p.shape, s.p.stride(), at) for s, at in places]
         device = batch.device
         self._sums = torch.empty(batch.sums, dtype=torch.float64, device=device)
         self._factors = torch.empty(batch.count, dtype=torch.float64, device=device)
@@ -148,7 +156,7 @@ class Stage:
         ]  # fmt: skip
         if self._hidden is not None:
             which, firsts = self._hidden
-            tensors = (which, firsts, rec, self._words.gradients, self._x)
+            tensors = (which, firsts, rec, self._words.gradients, self._products.u)
             sizes = {"DTYPE": usual["DTYPE"], "TILE": 256}
             made.append(Launch(kernel.hide_rows, len(which), *tensors, **sizes))
         return made

@@ -8,7 +8,10 @@ digits for the squares of small singular values, and at the end.
     A = s²·XXᵀ;  P₁ = p₁(A);  A ← P₁·A·P₁;  P₂ = p₂(A);             X ← s·P₂·P₁·X
     A = XXᵀ;     P₃ = p₃(A);  A ← P₃·A·P₃;  …;       P₅ = p₅(A);    X ← P₅·P₄·P₃·X
 
-For a matrix n × 4n that is 38 n³ multiplications, symmetry used; five steps of X are 90 n³.
+Of symmetric products half is worked out, but for P₂·P₁ and its like: they are not quite symmetric,
+and a mirrored half of them cost a tenth of the largest singular value's precision. In units of n³
+operations a matrix n × m takes 6 m/n + 17 that way, and 15 m/n + 5 by five steps of X itself
+(30 m/n + 15 without symmetry), which are taken where a large matrix is nearly square.
 """
 
 from __future__ import annotations
@@ -56,13 +59,20 @@ class Blocks(NamedTuple):
 LARGE = Blocks(128, 64, 8, 3, 2**14, 2**11)
 SMALL = Blocks(64, 64, 4, 4, 2**12, 2**10)
 LARGE_SIDE = 1024  # from which on a matrix is large
+NEARLY_SQUARE = 1.3  # the longer side over the shorter up to which X is stepped itself
 
 
 class Batch:
-    """Matrices that are worked on together, with padding, and the tables of their tiles."""
+    """Matrices that are worked on together, with padding, and the tables of their tiles.
 
-    def __init__(self, matrices: Sequence[Matrix], blocks: Blocks, device: torch.device) -> None:
-        self.blocks, self.device = blocks, device
+    Args:
+        steps: whether X is stepped itself, not its square companion.
+    """
+
+    def __init__(
+        self, matrices: Sequence[Matrix], blocks: Blocks, steps: bool, device: torch.device
+    ) -> None:
+        self.blocks, self.steps, self.device = blocks, steps, device
         padded = [(_up(m.rows, blocks.side), _up(m.columns, blocks.side)) for m in matrices]
         sides = [min(size) for size in padded]
         tall = [size[0] > size[1] for size in padded]
@@ -88,6 +98,8 @@ class Batch:
         self.lower = _table(_numbered(lower), device)
         wide = _table(_chosen(lower, tiles, [not t for t in tall]), device)
         self.grams = [(False, wide), (True, _table(_chosen(lower, tiles, tall), device))]
+        square_tiles = [_grid(side, side, blocks.side) for side in sides]
+        self.squares = _table(_numbered(square_tiles), device)
         self.whole = _table(_numbered([_grid(*size, blocks.side) for size in padded]), device)
 
 
@@ -173,7 +185,7 @@ class Launch:
 
 
 class Products:
-    """X → U of a batch, in the workspace's memory: X is in `workspace.x`, and so is U."""
+    """X → U of a batch, in the workspace's memory: from `workspace.x` to `u`."""
 
     def __init__(self, batch: Batch, workspace: Workspace) -> None:
         from wngrad.optim.fused import kernel_matrices as kernel
@@ -185,7 +197,8 @@ class Products:
         blocks = batch.blocks
         self._how = {"num_warps": blocks.warps, "num_stages": blocks.stages}
         self._cut = {"BLOCK": blocks.side, "DEPTH": blocks.depth}
-        self._launches = list(self._all())
+        self._launches = list(self._steps() if batch.steps else self._all())
+        self.u = workspace.y if batch.steps else workspace.x
 
     def run(self) -> None:
         for launch in self._launches:
@@ -194,22 +207,38 @@ class Products:
     def _all(self) -> Iterable[Launch]:
         x, y = self._space.x, self._space.y
         g, s, p, q, h = self._space.squares
-        a, b, *rest = COEFFICIENTS
-        yield from self._gram(x, g, sums=True)
-        yield self._product(g, g, s, norms=True)
-        yield self._first(g, s, p, a)
+        _, b, *rest = COEFFICIENTS
+        yield from self._start(x, g, s, p)
         yield from (self._product(p, g, h), self._product(p, h, q))  # A ← P₁·A·P₁
-        yield from (self._polynomial(q, s, b), self._product(s, p, h))  # P₂·P₁
-        yield self._apply(h, x, y, last=False)
-        yield from self._gram(y, g, sums=False)
+        yield from (self._polynomial(q, s, b), self._product(s, p, h, mirrors=False))  # P₂·P₁
+        yield self._apply(h, x, y)
+        yield from self._gram(y, g)
         yield self._polynomial(g, p, rest[0])
         yield from (self._product(p, g, h), self._product(p, h, s))
-        yield from (self._polynomial(s, q, rest[1]), self._product(q, p, g))  # P₄·P₃
+        yield from (self._polynomial(s, q, rest[1]), self._product(q, p, g, mirrors=False))
         yield from (self._product(q, s, h), self._product(q, h, p))
-        yield from (self._polynomial(p, s, rest[2]), self._product(s, g, h))  # P₅·P₄·P₃
+        yield from (self._polynomial(p, s, rest[2]), self._product(s, g, h, mirrors=False))
         yield self._apply(h, y, x, last=True)
 
-    def _gram(self, x: Tensor, out: Tensor, *, sums: bool) -> Iterable[Launch]:
+    def _steps(self) -> Iterable[Launch]:
+        """Five steps of X."""
+        x, y = self._space.x, self._space.y
+        g, s, p, *_ = self._space.squares
+        yield from self._start(x, g, s, p)
+        yield self._apply(p, x, y)
+        for k, terms in enumerate(COEFFICIENTS[1:], 2):
+            x, y = y, x
+            yield from self._gram(x, g)
+            yield self._polynomial(g, p, terms)
+            yield self._apply(p, x, y, last=k == len(COEFFICIENTS), first=False)
+
+    def _start(self, x: Tensor, g: Tensor, s: Tensor, p: Tensor) -> Iterable[Launch]:
+        """P₁, and A scaled."""
+        yield from self._gram(x, g, sums=True)
+        yield self._product(g, g, s, norms=True)
+        yield self._first(g, s, p, COEFFICIENTS[0])
+
+    def _gram(self, x: Tensor, out: Tensor, *, sums: bool = False) -> Iterable[Launch]:
         batch, jit = self._batch, self._kernel.gram
         for tall, tiles in batch.grams:
             if len(tiles):
@@ -217,29 +246,26 @@ class Products:
                 flags = {"IS_TALL": tall, "SUM": sums}
                 yield Launch(jit, len(tiles), *tensors, **flags, **self._cut, **self._how)
 
-    def _product(self, a: Tensor, b: Tensor, out: Tensor, *, norms: bool = False) -> Launch:
-        return self._symmetric(a, b, a, out, (0.0, 0.0, 1.0), adds=False, norms=norms)
-
     def _polynomial(self, a: Tensor, out: Tensor, terms: tuple[float, float, float]) -> Launch:
-        return self._symmetric(a, a, a, out, terms, adds=True, norms=False)
+        return self._product(a, a, out, terms=terms)
 
-    def _symmetric(
+    def _product(
         self,
         a: Tensor,
         b: Tensor,
-        added: Tensor,
         out: Tensor,
-        terms: tuple[float, float, float],
         *,
-        adds: bool,
-        norms: bool,
+        terms: tuple[float, float, float] | None = None,
+        norms: bool = False,
+        mirrors: bool = True,
     ) -> Launch:
         batch, (before, sums) = self._batch, self._sums
-        tensors = (batch.lower, batch.records.tensor, a, b, added, out, sums, before)
-        numbers = dict(zip(("alpha", "beta", "gamma"), terms, strict=True))
-        flags = {"ADDS": adds, "SUM": norms, "NORMS": norms, "WIDTH_OF_SUMS": WIDTH_OF_SUMS}
-        options = {**numbers, **flags, **self._cut, **self._how}
-        return Launch(self._kernel.product, len(batch.lower), *tensors, **options)
+        tiles = batch.lower if mirrors else batch.squares
+        tensors = (tiles, batch.records.tensor, a, b, a, out, sums, before)
+        numbers = dict(zip(("alpha", "beta", "gamma"), terms or (0.0, 0.0, 1.0), strict=True))
+        flags = {"ADDS": terms is not None, "SUM": norms, "NORMS": norms, "MIRRORS": mirrors}
+        options = {**numbers, **flags, **self._cut, **self._how, "WIDTH_OF_SUMS": WIDTH_OF_SUMS}
+        return Launch(self._kernel.product, len(tiles), *tensors, **options)
 
     def _first(
         self, g: Tensor, s: Tensor, out: Tensor, terms: tuple[float, float, float]
@@ -251,9 +277,11 @@ class Products:
         options = {**numbers, **sizes, "num_warps": batch.blocks.warps}
         return Launch(self._kernel.first_polynomial, len(batch.lower), *tensors, **options)
 
-    def _apply(self, square: Tensor, x: Tensor, out: Tensor, *, last: bool) -> Launch:
+    def _apply(
+        self, square: Tensor, x: Tensor, out: Tensor, *, first: bool = True, last: bool = False
+    ) -> Launch:
         batch, side = self._batch, self._batch.blocks.side
         tensors = (batch.whole, batch.records.tensor, square, x, out, self._scales)
-        flags = {"LAST": last, "EXACT": batch.exact, "DEPTH": batch.blocks.depth}
+        flags = {"FIRST": first, "LAST": last, "EXACT": batch.exact, "DEPTH": batch.blocks.depth}
         cut = {"BLOCK_M": side, "BLOCK_N": side}
         return Launch(self._kernel.apply, len(batch.whole), *tensors, **flags, **cut, **self._how)
