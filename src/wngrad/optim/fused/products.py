@@ -49,7 +49,7 @@ class Blocks(NamedTuple):
     """How the products of a batch are cut into tiles."""
 
     side: int  # of a tile
-    depth: int  # of a product that is loaded at once
+    depth: int  # of a product that is loaded at once; it divides the side
     warps: int
     stages: int
     piece: int  # elements that one program fills
