@@ -227,7 +227,7 @@ def product(
     """α·I + β·D + γ·A·Bᵀ for matrices that are polynomials of one, nearly: they commute.
 
     Args:
-        MIRRORS: the tiles are those of the lower half.
+        MIRRORS: the tiles are those of the lower half; else the result is transposed for a tall X.
         NORMS: divide the product by ‖A‖² (from the sums in `before`) and multiply it by `NORM`.
     """
     i, r, row, column, tile = _find(tiles, rec)
@@ -250,8 +250,12 @@ def product(
         acc = gamma * acc + beta * d + tl.where(rows[:, None] == columns[None, :], alpha, 0.0)
     if MIRRORS:
         _keep(acc, out + at, row, column, side, BLOCK)
-    else:
-        tl.store(out + at + rows[:, None] * side + columns[None, :], acc.to(tl.float16))
+    else:  # The factor that X is multiplied by first stands next to it, on whichever side.
+        tall, value = tl.load(r + TALL) != 0, acc.to(tl.float16)
+        if tall:
+            tl.store(out + at + columns[:, None] * side + rows[None, :], tl.trans(value))
+        else:
+            tl.store(out + at + rows[:, None] * side + columns[None, :], value)
     if SUM:
         _sum(acc, sums, tile, row, column)
 

@@ -8,8 +8,8 @@ digits for the squares of small singular values, and at the end.
     A = s²·XXᵀ;  P₁ = p₁(A);  A ← P₁·A·P₁;  P₂ = p₂(A);             X ← s·P₂·P₁·X
     A = XXᵀ;     P₃ = p₃(A);  A ← P₃·A·P₃;  …;       P₅ = p₅(A);    X ← P₅·P₄·P₃·X
 
-Of symmetric products half is worked out, but for P₂·P₁ and its like: they are not quite symmetric,
-and a mirrored half of them cost a tenth of the largest singular value's precision. In units of n³
+Of symmetric products half is worked out, but not of P₂·P₁ and its like: rounding has moved their
+eigenvectors apart, and a mirrored half, or the other order, let singular values grow to 1.4. In units of n³
 operations a matrix n × m takes 6 m/n + 17 that way, and 15 m/n + 5 by five steps of X itself
 (30 m/n + 15 without symmetry), which are taken where a large matrix is nearly square.
 """
