@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from wngrad import WNAdam, WNGrad, neuron_groups
+from wngrad import WNAdam, WNGrad, WNMuon, neuron_groups
 from wngrad.optim import move
 from wngrad.optim.fused import (
     cpu,
@@ -39,7 +39,8 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 SPACING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 POISON = 77.0
-BUFFERS = ("m", "momentum_buffer")
+BUFFERS = ("m", "momentum_buffer", "rms")
+KINDS = ("plain", "momentum", "adam", "vector")
 ENGINES = ["triton"] + ["c"] * (not CUDA and cpu.why_not() is None)
 
 
@@ -134,8 +135,9 @@ def cases(draw, dtypes=tuple(SPACING), pers=PERS, nonfinites=NONFINITES):
         "nonfinite": draw(st.sampled_from(nonfinites)),
         "hold_1d": draw(st.booleans()),
         "b_init": draw(st.sampled_from([1.0, 0.3, "gradient", ("gradient", 2.0)])),
+        "average": draw(st.sampled_from([None, 8.0])),
     }
-    kind = draw(st.sampled_from(["plain", "momentum", "adam"]))
+    kind = draw(st.sampled_from(KINDS))
     return {
         "dtype": dtype,
         "params": draw(st.lists(some, min_size=1, max_size=4)),
@@ -155,6 +157,8 @@ def cases(draw, dtypes=tuple(SPACING), pers=PERS, nonfinites=NONFINITES):
 def make(kind, params, **options):
     if kind == "adam":
         return WNAdam(params, **options)
+    if kind == "vector":
+        return WNMuon([{"params": params, "role": "vector"}], **options)
     return WNGrad(params, momentum=0.9 if kind == "momentum" else 0.0, **options)
 
 
@@ -177,7 +181,9 @@ def twin(kind, params, opt, dtype, options):
     if dtype == torch.float64:
         saved = copy.deepcopy(saved)
         for mine in saved["state"].values():
-            for key in mine.keys() - {"skipped", "t"} | ({"t"} if kind == "adam" else set()):
+            for key in mine.keys() - {"skipped", "t"} | (
+                {"t"} if kind in ("adam", "vector") else set()
+            ):
                 mine[key] = mine[key].double()
     plain.load_state_dict(saved)
     return theirs, plain
@@ -238,6 +244,8 @@ def assert_alike(params, opt, theirs, plain, before, spacing):
                 moved = torch.maximum(moved, terms)
                 close(mine[key], other[key], spacing, terms)
         close(p, q, spacing, moved)
+        if "average" in mine:
+            close(mine["average"], other["average"], SPACING[torch.float32], moved)
 
 
 def lock_step(case):
@@ -1044,8 +1052,8 @@ OPTIONS = [
     {"weight_decay": 0.01, "decoupled_weight_decay": True},
     {"maximize": True, "b_init": "gradient"},
     {"nonfinite": "skip", "hold_1d": True},
-    {"per": "tensor"},
-    {"per": "model", "nonfinite": "raise", "b_init": "gradient"},
+    {"per": "tensor", "average": 8.0},
+    {"per": "model", "nonfinite": "raise", "b_init": "gradient", "average": 0.5},
 ]
 
 
@@ -1060,7 +1068,7 @@ def exactly(both):
 
 @only_c
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("kind", ["plain", "momentum", "adam"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", cpu.DTYPES, ids=str)
 def test_several_steps_are_those_of_the_plain_path_bit_for_bit(kind, options, dtype, monkeypatch):
     monkeypatch.setattr(cpu, "PIECE", 2**7)
@@ -1128,7 +1136,7 @@ def test_the_number_of_threads_does_not_show():
     rows=st.integers(1, 5),
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3),
     piece=st.integers(1, 70),
-    kind=st.sampled_from(["plain", "momentum", "adam"]),
+    kind=st.sampled_from(KINDS),
     start=st.sampled_from([1.0, "gradient"]),
     nonfinite=st.sampled_from(["propagate", "skip", "raise"]),
     bad=st.sampled_from([None, None, float("nan"), 1e38]),

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from wngrad import rule
-from wngrad.optim import lists
+from wngrad.optim import blocks, lists
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 Buffers = dict[str, list[Tensor]]  # by name, one tensor of the parameter's shape for each parameter
@@ -133,15 +133,15 @@ class Adam(Direction):
         return u, {"m": m, "rms": rms}
 
     def _ratio(self, m: Tensor, rms: Tensor, t: Tensor) -> Tensor:
-        t = t.to(m.dtype) + 1
+        t = t.to(blocks.accumulator(t.device)) + 1
         unbiased = (1 - self.beta2**t).sqrt() / (1 - self.beta**t)
-        return self.scale * unbiased * torch.where(rms == 0, m, m / rms)
+        return (self.scale * unbiased).to(m.dtype) * torch.where(rms == 0, m, m / rms)
 
 
 GRADIENT = Direction()
 
 
-def known_to_kernels(setting: str) -> Callable[[_Method], _Method]:
+def known_to_kernels(setting: str, *others: str) -> Callable[[_Method], _Method]:
     """Marks an optimizer's `direction` method as one that the fused kernels stand in for.
 
     A subclass that overrides the method loses the mark, and with it the kernels: what it returns
@@ -149,10 +149,11 @@ def known_to_kernels(setting: str) -> Callable[[_Method], _Method]:
 
     Args:
         setting: the group's setting that holds μ or β.
+        others: settings of the group that the kind of direction depends on.
     """
 
     def mark(method: _Method) -> _Method:
-        method.kernel_setting = setting  # type: ignore[attr-defined]
+        method.kernel_settings = (setting, *others)  # type: ignore[attr-defined]
         return method
 
     return mark

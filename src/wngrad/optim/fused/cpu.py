@@ -59,8 +59,8 @@ class Launch:
             *(len(units), len(work.rows), len(work.pieces), len(work.long_rows)),
             *map(_place, scratch),
             *(words, words + 8 * head, method.rule, method.decay, method.skip, method.latch),
-            method.dtype == torch.bfloat16,
-            *(0, 0, library.parallel()),
+            *(method.rated, method.averages, method.dtype == torch.bfloat16),
+            *(method.proposed is not None, 0, 0, library.parallel()),
         )
         self._at = ctypes.addressof(self._step)
 

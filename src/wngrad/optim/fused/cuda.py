@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wngrad.optim.fused.method import Method, Unit
-from wngrad.optim.fused.records import DTYPES, Refused, Rule
+from wngrad.optim.fused.records import DTYPES, Refused
 from wngrad.optim.fused.tables import Batch, SplitStep, Table
 from wngrad.optim.fused.tiling import Tiling
 
@@ -41,11 +41,15 @@ class Launch:
         self._flags, self._scaled = {"SCALE": False, "FOUND": False}, False
         self._constants = {
             "DTYPE": getattr(tl, DTYPES[method.dtype]),
+            "GDTYPE": getattr(tl, DTYPES[method.proposed or method.dtype]),
             "METHOD": method.rule.value,
             "DECAY": method.decay.value,
             "SKIP": method.skip,
             "LATCH": method.latch,
             "ROUND": method.rounds,
+            "RATED": method.rated,
+            "AVERAGES": method.averages,
+            "PROPOSED": method.proposed is not None,
             "TILE": tiling.tile,
             "STAGES": tiling.stages,
             "KINDS": batch.kinds,
@@ -73,7 +77,7 @@ class Launch:
     def _step(self) -> None:
         k, method = self.kernel, self.method
         if self.tiling.whole:
-            if method.rounds and method.rule != Rule.RUNNING_MEAN:
+            if (method.rounds or method.averages) and not method.rule.counts_blocks:
                 k.count_steps[(self._grads.numel(),)](
                     self.batch.records.tensor,
                     self._settings,
@@ -140,6 +144,7 @@ class Launch:
             METHOD=method.rule.value,
             SKIP=method.skip,
             LATCH=method.latch,
+            RATED=method.rated,
             FOUND=self._flags["FOUND"],
             CHECK=check,
             R=split.rows,

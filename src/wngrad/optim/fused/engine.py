@@ -138,7 +138,7 @@ class Engine:
     def _snapshot(
         self, optimizer: Stepper, settings: list[Settings], params: list[Tensor]
     ) -> Snapshot | None:
-        own = eligibility.kernel_setting(optimizer)
+        own = eligibility.kernel_settings(optimizer)
         if own is None:
             return None
         groups = optimizer.param_groups
