@@ -10,6 +10,7 @@ import copy
 import pickle
 import weakref
 from contextlib import nullcontext
+from itertools import product
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 SPACING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 POISON = 77.0
 BUFFERS = ("m", "momentum_buffer", "rms")
-KINDS = ("plain", "momentum", "adam", "vector")
+KINDS = ("plain", "momentum", "adam", "vector")  # and "matrix"
 ENGINES = ["triton"] + ["c"] * (not CUDA and cpu.why_not() is None)
 
 
@@ -137,10 +138,17 @@ def cases(draw, dtypes=tuple(SPACING), pers=PERS, nonfinites=NONFINITES):
         "b_init": draw(st.sampled_from([1.0, 0.3, "gradient", ("gradient", 2.0)])),
         "average": draw(st.sampled_from([None, 8.0])),
     }
-    kind = draw(st.sampled_from(KINDS))
+    kind = draw(st.sampled_from(KINDS if CUDA else [*KINDS, "matrix", "matrix"]))
+    params = draw(st.lists(some, min_size=1, max_size=4))
+    if kind == "matrix":
+        options |= {"decoupled_weight_decay": True, "b_init": draw(st.sampled_from([10.0, 0.3]))}
+        options["nonfinite"] = draw(st.sampled_from(NONFINITES[:2]))
+        options["per"] = draw(st.sampled_from(["neuron", "tensor", "slice"]))
+        flat = {shape: layout for shape, layout, _ in params if len(shape) < 3}
+        params = [(shape, flat.get(shape, "off by one"), g) for shape, _, g in params]
     return {
         "dtype": dtype,
-        "params": draw(st.lists(some, min_size=1, max_size=4)),
+        "params": params,
         "options": options,
         "kind": kind,
         "lr": draw(st.sampled_from([1.0, 0.01, 0.0, "float32", "float64", "zero"])),
@@ -159,6 +167,8 @@ def make(kind, params, **options):
         return WNAdam(params, **options)
     if kind == "vector":
         return WNMuon([{"params": params, "role": "vector"}], **options)
+    if kind == "matrix":
+        return WNMuon(params, **options)
     return WNGrad(params, momentum=0.9 if kind == "momentum" else 0.0, **options)
 
 
@@ -281,15 +291,16 @@ def run_in_lock_step(case):
             )
             for p in params
         ]
-        same = twin(kind, params, opt, dtype, options)
-        wide = twin(kind, params, opt, torch.float64, options)
+        twins = [twin(kind, params, opt, dtype, options)]
+        if kind != "matrix":  # whose small singular values float64 has other digits of
+            twins.append(twin(kind, params, opt, torch.float64, options))
         said = take(opt, params, grads, case)
         divided = 1.0 if said or case["scale"] is None else case["scale"]
         for g, a in zip(grads, asked, strict=True):  # the gradients are as they were, or unscaled
             if g is not None:
                 left = (a.float() / divided).to(dtype)
                 assert torch.equal(g.nan_to_num(POISON), left.nan_to_num(POISON))
-        for theirs, plain in (same, wide):
+        for theirs, plain in twins:
             for g, a in zip(grads, asked, strict=True):
                 if g is not None:
                     g.copy_(a)
@@ -298,8 +309,8 @@ def run_in_lock_step(case):
             assert all(torch.equal(p, x) for p, (x, _) in zip(params, before, strict=True))
             return
         assert not opt.why_plain()
-        assert_alike(params, opt, *same, before, SPACING[dtype])
-        assert_alike(params, opt, *wide, before, SPACING[dtype])
+        for theirs, plain in twins:
+            assert_alike(params, opt, theirs, plain, before, SPACING[dtype])
     for room, t in rooms:  # nothing beside the parameters was written
         t.detach().fill_(POISON)
         assert bool((room == POISON).all())
@@ -812,6 +823,38 @@ def test_a_step_holds_no_gradient():
     assert gone() is None
 
 
+@only_c
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"nonfinite": "raise"}, "`nonfinite` is 'raise'"),
+        ({"decoupled_weight_decay": False}, "weight decay is in its gradient"),
+        ({"b_init": "gradient"}, "`b_init` is from its gradient"),
+        ({"per": "model"}, "shares its b"),
+    ],
+    ids=str,
+)
+def test_what_is_orthogonalized_in_a_way_of_its_own_goes_the_plain_way(options, reason):
+    both = Both(WNMuon, drawn((3, 5), (3, 4)), fused=None, **options)
+    both.step(0)
+    assert set(both.fused.why_plain().values()) == {f"it is orthogonalized, and {reason}"}
+
+
+@only_c
+def test_the_role_of_a_group_may_change_between_steps():
+    """A matrix becomes an embedding, whose rows without a gradient stay, and another layout."""
+    both = Both(WNMuon, drawn((6, 5)))
+    for k, role in enumerate(("matrix", "embedding", "embedding", "matrix")):
+        both.set(role=role, layout=("rows", 1 + k % 2))
+        both.give(k)
+        for p in (both.ours[0], both.theirs[0]):
+            p.grad[2] = 0
+        both.fused.step()
+        both.plain.step()
+        exactly(both)
+    assert not both.fused.why_plain()
+
+
 @pytest.mark.skipif(CUDA, reason="one CPU process is enough")
 def test_ranks_that_must_agree_go_the_plain_way(tmp_path):
     """Only the plain path asks the other ranks before it refuses a gradient."""
@@ -1057,6 +1100,13 @@ OPTIONS = [
 ]
 
 
+MATRICES = [
+    ("matrix", {}),
+    ("matrix", {"nonfinite": "skip", "average": None}),
+    ("matrix", {"maximize": True, "per": "tensor", "weight_decay": 0.0}),
+]
+
+
 def exactly(both):
     """`assert_together`, to the last bit."""
     for p, q in both.pairs:
@@ -1067,14 +1117,14 @@ def exactly(both):
 
 
 @only_c
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "options"), [*product(KINDS, OPTIONS), *MATRICES], ids=str)
 @pytest.mark.parametrize("dtype", cpu.DTYPES, ids=str)
 def test_several_steps_are_those_of_the_plain_path_bit_for_bit(kind, options, dtype, monkeypatch):
     monkeypatch.setattr(cpu, "PIECE", 2**7)
     tensors = drawn((64, 30), (65,), (7, 3, 3, 3), (2, 2001), (1,), ())
-    tensors.append(drawn((4, 5, 3, 3))[0].to(memory_format=torch.channels_last))
     tensors.append(drawn((6, 5))[0].t())
+    if kind != "matrix":  # which would have to be copied
+        tensors.append(drawn((4, 5, 3, 3))[0].to(memory_format=torch.channels_last))
     both = Both(
         lambda params, **more: make(kind, params, lr=0.37, **options, **more),
         [t.to(dtype) for t in tensors],

@@ -110,12 +110,16 @@ def _next(x: Tensor, a: float, mixed: Tensor) -> Tensor:
 
 
 def orthogonalize_all(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """The same for a list of stacks (n, rows, columns): those of one size in one batch."""
+    """The same for a list of stacks (n, rows, columns): those of one size in one batch.
+
+    But not on a CPU, where that saves little, and no stack's digits are to depend on the others.
+    """
     by_size: dict[tuple[object, ...], list[int]] = {}
     for i, each in enumerate(matrices):
         rows, columns = each.shape[-2:]
         size = min(rows, columns), max(rows, columns)
-        by_size.setdefault((size, each.dtype, each.device), []).append(i)
+        apart = i if each.device.type == "cpu" else None
+        by_size.setdefault((size, each.dtype, each.device, apart), []).append(i)
     out: dict[int, Tensor] = {}
     for members in by_size.values():
         wide = [_wide(matrices[i]) for i in members]

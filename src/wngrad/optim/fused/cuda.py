@@ -17,7 +17,12 @@ from wngrad.optim.fused.tiling import Tiling
 
 
 class Launch:
-    """The kernels of parameters that step together."""
+    """The kernels of parameters that step together.
+
+    Args:
+        index: which of a snapshot's words they read: the settings, `head` words, and gradients.
+        given: addresses that stand for those of gradients.
+    """
 
     def __init__(
         self,
@@ -26,6 +31,7 @@ class Launch:
         units: list[Unit],
         words: list[int],
         index: list[int],
+        given: list[int],
         head: int,
     ) -> None:
         import triton.language as tl
@@ -35,6 +41,7 @@ class Launch:
         self.batch = batch = Batch(method, tiling, units)
         self.kernel, self.split, self.method, self.tiling = kernel, kernel_split, method, tiling
         self._index = None if index == list(range(len(words))) else index
+        self._given = given
         self._words = Table(self._own(words), method.device)
         self._settings, self._grads = self._words.tensor[:head], self._words.tensor[head:]
         self._scale = self._found_inf = self._nothing = batch.coefs
@@ -58,7 +65,7 @@ class Launch:
 
     def _own(self, words: list[int]) -> list[int]:
         """Those of the words that these kernels read."""
-        return words if self._index is None else [words[i] for i in self._index]
+        return words if self._index is None else [words[i] for i in self._index] + self._given
 
     def prepare(self, words: list[int], scale: Tensor | None, found_inf: Tensor | None) -> None:
         self._words.update(self._own(words))
@@ -67,7 +74,8 @@ class Launch:
         device, nothing = self.method.device, self._nothing
         self._scale = nothing if scale is None else scale.to(device, non_blocking=True)
         self._found_inf = nothing if found_inf is None else found_inf.to(device, non_blocking=True)
-        self._flags = {"SCALE": scale is not None, "FOUND": found_inf is not None}
+        scaled = scale is not None and self.method.proposed is None
+        self._flags = {"SCALE": scaled, "FOUND": found_inf is not None}
         self._scaled = any(self._flags.values())
 
     def step(self) -> None:

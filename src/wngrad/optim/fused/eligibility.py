@@ -12,11 +12,12 @@ from torch import Tensor
 from wngrad.optim import memory, sharded
 from wngrad.optim.checks import Settings
 from wngrad.optim.directions import Direction
-from wngrad.optim.fused import cpu
+from wngrad.optim.fused import cpu, matrices
 from wngrad.optim.fused.layout import fits
 from wngrad.optim.fused.method import runs_native
 from wngrad.optim.fused.records import DTYPES, RULES
 from wngrad.optim.fused.snapshot import UNKNOWN_KIND, rate
+from wngrad.optim.orthogonalized import Orthogonalized
 from wngrad.optim.state import AVERAGE
 from wngrad.optim.views import SharedBlocks, View
 
@@ -147,9 +148,29 @@ def _why_not(view: View, unit: SharedBlocks) -> str | None:
     )
     if not (per_block and skips and large) or any(t.is_neg() for t in (*small, *buffers)):
         return "its state is of another type, on another device or not contiguous"
+    orthogonalized = isinstance(view.direction, Orthogonalized)
+    if orthogonalized and (reason := _why_not_orthogonalized(view, unit)) is not None:
+        return reason
     if not fits(view):
         return f"its strides are {view.p.stride()}, its gradient's {view.g.stride()}"
     return None
+
+
+def _why_not_orthogonalized(view: View, unit: SharedBlocks) -> str | None:
+    settings = unit.settings
+    if view.p.is_cuda:  # until `matrices.stages` makes one for CUDA
+        return "it is orthogonalized, on CUDA"
+    if sharded.is_sharded(view.param):
+        return "it is orthogonalized, and sharded"
+    if not unit.alone:
+        return "it is orthogonalized, and shares its b"
+    if settings.nonfinite == "raise":
+        return "it is orthogonalized, and `nonfinite` is 'raise'"
+    if settings.weight_decay and not settings.decoupled_weight_decay:
+        return "it is orthogonalized, and weight decay is in its gradient"
+    if settings.c is not None:  # then rows without a b must keep their momentum
+        return "it is orthogonalized, and `b_init` is from its gradient"
+    return None if matrices.has_views(view) else "its matrices are no view of it"
 
 
 def overlapping(units: list[SharedBlocks]) -> set[int]:

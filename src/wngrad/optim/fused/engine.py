@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wngrad.optim import checks
 from wngrad.optim.checks import Settings
-from wngrad.optim.fused import cpu, cuda, eligibility
+from wngrad.optim.fused import cpu, cuda, eligibility, matrices
 from wngrad.optim.fused.eligibility import Stepper
 from wngrad.optim.fused.method import Method, Unit, method
 from wngrad.optim.fused.snapshot import Snapshot, Snapshots
@@ -40,6 +40,10 @@ class Launches:
         self, params: list[Tensor], units: list[Unit], reasons: dict[int, str], now: Snapshot
     ) -> None:
         self.reasons = reasons
+        self._stages = matrices.stages(units, params)
+        staged = [pair for each in self._stages for pair in zip(each.units, each.u, strict=True)]
+        u = {id(unit): matrices.proposed(unit, u) for unit, u in staged}
+        units = [u.get(id(unit), unit) for unit in units]
         stepping = [p for p in params if p.grad is not None]
         order = {id(p): i for i, p in enumerate(stepping)}
         head = len(now.words) - len(stepping)
@@ -55,12 +59,16 @@ class Launches:
         self._whole = len(self._moved) == len(params)
         self._launches: list[cpu.Launch | cuda.Launch] = []
         for (how, cut), part in batches.items():
-            views = (view for unit in part for view in unit.shared.members)
-            index = [*range(head), *(head + order[id(view.param)] for view in views)]
+            views = [view for unit in part for view in unit.shared.members]
+            if how.proposed is None:
+                index = [*range(head), *(head + order[id(view.param)] for view in views)]
+                given = []
+            else:  # not the gradients, but what stands in their place
+                index, given = list(range(head)), [view.g.data_ptr() for view in views]
             if cut is None:
-                self._launches.append(cpu.Launch(how, part, index, head))
+                self._launches.append(cpu.Launch(how, part, index, given, head))
             else:
-                self._launches.append(cuda.Launch(how, cut, part, now.words, index, head))
+                self._launches.append(cuda.Launch(how, cut, part, now.words, index, given, head))
         self._checked = [each for each in self._launches if each.method.checks_first]
 
     def run(self, optimizer: Any, params: list[Tensor], words: list[int]) -> None:
@@ -73,6 +81,8 @@ class Launches:
             if (bad := launch.bad()) is not None:
                 p = next(p for p in params if id(p) == bad.param)
                 checks.refuse_nonfinite(type(optimizer).__name__, p, bad.blocks)
+        for stage in self._stages:
+            stage.run(optimizer, params, words, scale, found_inf)
         for launch in self._launches:
             launch.step()
         moved = params if self._whole else [params[i] for i in self._moved]

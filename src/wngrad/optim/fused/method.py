@@ -52,7 +52,7 @@ class Method(NamedTuple):
     checks_first: bool  # nonfinite="raise": all gradients are inspected before anything is written
     rated: bool  # λ is in the rule: b ← b + λ²‖u‖²/b
     averages: bool
-    proposed: torch.dtype | None  # of what `fused.matrices` has made of the gradient
+    proposed: torch.dtype | None  # of u in the gradient's place, which `fused.matrices` makes
 
 
 def method(unit: SharedBlocks) -> Method:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from wngrad.optim.directions import Adam, Direction, Momentum, RunningMean
+from wngrad.optim.orthogonalized import Orthogonalized, OrthogonalizedRows
 
 
 def _record(*names: str) -> np.dtype[np.void]:
@@ -88,6 +89,8 @@ RULES: dict[type[Direction], Rule] = {
     Momentum: Rule.MOMENTUM,
     RunningMean: Rule.RUNNING_MEAN,
     Adam: Rule.ADAM,
+    Orthogonalized: Rule.GRADIENT,  # u, which `fused.matrices` makes, stands for the gradient
+    OrthogonalizedRows: Rule.GRADIENT,
 }
 
 
@@ -105,12 +108,19 @@ class Refused(NamedTuple):
 
 
 _DOUBLE, _WORD = struct.Struct("<d").pack, struct.Struct("<q").unpack
+_AS_DOUBLE, _AS_WORD = struct.Struct("<d").unpack, struct.Struct("<q").pack
 
 
 def bits(x: float) -> int:
     """A float64 as a word."""
     word: int = _WORD(_DOUBLE(x))[0]
     return word
+
+
+def number(word: int) -> float:
+    """The float64 that a word holds."""
+    x: float = _AS_DOUBLE(_AS_WORD(word))[0]
+    return x
 
 
 def address(t: Tensor | None) -> int:
