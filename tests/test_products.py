@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from test_orthogonal import SPECTRA, matrix, values
-from wngrad.optim.fused import matrices_cuda
+from wngrad import WNMuon
+from wngrad.optim.fused import matrices, matrices_cuda
 from wngrad.optim.fused.matrices_cuda import Source, Words
 from wngrad.optim.fused.records import GROUP, bits
-from wngrad.optim.fused.tables import Table
 from wngrad.optim.matrices import Layout
 from wngrad.polynomials import LARGEST, LEAST
 
@@ -27,18 +27,16 @@ def orthogonalized(
     numbers = {"lam": 0.3, "mu": mu, "sign": 1.0}
     settings = [bits(numbers.get(name, 0.0)) for name in GROUP.names]
     settings[GROUP.names.index("lam_kind")] = 0
-    words = Words(
-        Table(settings, DEVICE).tensor, Table([g.data_ptr() for g in gradients], DEVICE).tensor
-    )
+    words = [*settings, *(g.data_ptr() for g in gradients)]
+    table = Words(words, list(range(len(words))), len(settings), DEVICE)
     sources = [
-        Source(g, g, m, layout, i, 0, i in rows)
+        Source.of(g, m, layout, i, 0, hides_rows=i in rows)
         for i, (g, m, layout) in enumerate(zip(gradients, momenta, layouts, strict=True))
     ]
     directions = {}
-    found = torch.zeros(1, device=DEVICE) if found is None else found.to(DEVICE)
     with np.errstate(all="ignore"):  # NumPy runs the interpreter, over NaN and inf on purpose
-        for stage in matrices_cuda.stages(sources, skip, words):
-            stage.run(found, found, {"SCALE": False, "FOUND": bool(found.any())})
+        for stage in matrices_cuda.stages(sources, skip, table):
+            stage.run(words, None, found)
             for source, u in zip(stage.sources, stage.u, strict=True):
                 directions[source.gradient] = u.float().cpu().clone()
     return [directions[i] for i in range(len(gradients))], [m.cpu() for m in momenta]
@@ -133,3 +131,30 @@ def test_large_matrices_are_worked_on_some_at_a_time(monkeypatch):
     monkeypatch.undo()
     together, _ = orthogonalized(xs)
     assert all(map(torch.equal, apart, together))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_wnmuon_steps_by_them_as_it_steps_plainly(monkeypatch, dtype):
+    """On CUDA as a matter of course; elsewhere in Triton's interpreter."""
+    monkeypatch.setattr(matrices, "uses_kernels", lambda p: True)
+    nets = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Embedding(7, 6), torch.nn.Linear(6, 9))
+        nets.append((net.to(DEVICE, dtype), fused))
+    opts = [WNMuon(net, fused=fused) for net, fused in nets]
+    tokens, noise = torch.tensor([[0, 3], [3, 5]], device=DEVICE), torch.randn(3, 9, device=DEVICE)
+    for k in range(3):
+        for (net, _), opt in zip(nets, opts, strict=True):
+            opt.zero_grad()
+            (net(tokens).float() * noise[k]).square().sum().backward()
+            opt.step()
+    assert not opts[0].why_plain()
+    near = 0.1 * 0.03 if dtype == torch.float32 else 0.02  # of a step, ρ/C: float16 and float32
+    for (name, p), q in zip(nets[0][0].named_parameters(), nets[1][0].parameters(), strict=True):
+        for of in ("m", "average", "b"):
+            first, second = opts[0].state[p][of].float(), opts[1].state[q][of].float()
+            assert torch.allclose(first, second, atol=near, rtol=1e-2), (name, of)
+        assert torch.allclose(p.float(), q.float(), atol=3 * near), name
+    unseen = opts[0].state[nets[0][0][0].weight]["b"].flatten()[[1, 2, 4, 6]]
+    assert unseen.tolist() == [10.0] * 4

@@ -158,8 +158,6 @@ def _why_not(view: View, unit: SharedBlocks) -> str | None:
 
 def _why_not_orthogonalized(view: View, unit: SharedBlocks) -> str | None:
     settings = unit.settings
-    if view.p.is_cuda:  # until `matrices.stages` makes one for CUDA
-        return "it is orthogonalized, on CUDA"
     if sharded.is_sharded(view.param):
         return "it is orthogonalized, and sharded"
     if not unit.alone:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from wngrad.optim import lists
+from wngrad.optim.fused import matrices_cuda
 from wngrad.optim.fused.method import Unit
 from wngrad.optim.fused.records import GROUP, number
 from wngrad.optim.matrices import Layout
@@ -55,13 +56,63 @@ class Stage(Protocol):
         """
 
 
-def stages(units: list[Unit], params: list[Tensor]) -> list[Stage]:
-    """The stages of the units that need one."""
-    by_device: dict[torch.device, list[Unit]] = {}
+def stages(units: list[Unit], params: list[Tensor], words: list[int]) -> list[Stage]:
+    """The stages of the units that need one: each is run, and its u used, before the next.
+
+    Args:
+        words: those of the step's snapshot: numbers of groups, then addresses of gradients.
+    """
+    by_kind: dict[tuple[Any, ...], list[Unit]] = {}
     for unit in units:
-        if isinstance(unit.shared.members[0].direction, Orthogonalized):
-            by_device.setdefault(unit.shared.members[0].p.device, []).append(unit)
-    return [TorchStage(part, params) for part in by_device.values()]
+        view = unit.shared.members[0]
+        if isinstance(view.direction, Orthogonalized):
+            kind = (view.p.device, view.p.dtype, unit.shared.settings.nonfinite == "skip")
+            key = kind if uses_kernels(view.p) else (view.p.device,)
+            by_kind.setdefault(key, []).append(unit)
+    made: list[Stage] = []
+    for key, part in by_kind.items():
+        made += [TorchStage(part, params)] if len(key) == 1 else _by_kernels(part, params, words)
+    return made
+
+
+def uses_kernels(p: Tensor) -> bool:
+    """Whether a stage is made of Triton's kernels."""
+    return p.is_cuda
+
+
+def _by_kernels(units: list[Unit], params: list[Tensor], words: list[int]) -> list[Stage]:
+    stepping = {id(p): i for i, p in enumerate(p for p in params if p.grad is not None)}
+    head = len(words) - len(stepping)
+    first, sources = units[0].shared, []
+    for i, unit in enumerate(units):
+        view = unit.shared.members[0]
+        direction = cast(Orthogonalized, view.direction)
+        g, m = view.param.grad, view.buffers["m"].view(view.param.shape)
+        apart = isinstance(direction, OrthogonalizedRows)
+        facts = (direction.layout, i, unit.group)
+        sources.append(matrices_cuda.Source.of(cast(Tensor, g), m, *facts, hides_rows=apart))
+    index = [*range(head), *(head + stepping[id(unit.shared.members[0].param)] for unit in units)]
+    table = matrices_cuda.Words(words, index, head, first.members[0].p.device)
+    skip = first.settings.nonfinite == "skip"
+    return [KernelStage(each, units) for each in matrices_cuda.stages(sources, skip, table)]
+
+
+class KernelStage:
+    """A stage of Triton's kernels, with u in float16."""
+
+    def __init__(self, stage: matrices_cuda.Stage, units: list[Unit]) -> None:
+        self.units = [units[source.gradient] for source in stage.sources]
+        self.u, self._stage = stage.u, stage
+
+    def run(
+        self,
+        optimizer: Any,
+        params: list[Tensor],
+        words: list[int],
+        scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        self._stage.run(words, scale, found_inf)
 
 
 def proposed(unit: Unit, u: Tensor) -> Unit:
@@ -72,8 +123,11 @@ def proposed(unit: Unit, u: Tensor) -> Unit:
 
 
 def has_views(view: View) -> bool:
-    """Whether the matrices of an orthogonalized parameter are a view of it."""
+    """Whether the matrices of an orthogonalized parameter lie in its memory as a stage needs it."""
     p, layout = view.param, cast(Orthogonalized, view.direction).layout
+    if uses_kernels(p):
+        m = view.buffers["m"].view(p.shape)
+        return matrices_cuda.fits(p, cast(Tensor, p.grad), m, layout)
     return not p.numel() or layout.matrices(p.detach()).data_ptr() == p.data_ptr()
 
 

@@ -23,28 +23,63 @@ from wngrad.optim.fused.products import (
     Workspace,
 )
 from wngrad.optim.fused.records import DTYPES
+from wngrad.optim.fused.tables import Table
 from wngrad.optim.matrices import Layout
 
+_NO_FLAGS = {"SCALE": False, "FOUND": False}
 _AT_ONCE = 2**26  # elements of large matrices: enough for the GPU, and little memory
 
 
-class Words(NamedTuple):
-    """The words that a step brings up to date: each group's numbers, the gradients' addresses."""
+class Words:
+    """The words that a step brings up to date: each group's numbers, the gradients' addresses.
 
-    settings: Tensor
-    gradients: Tensor
+    Args:
+        index: which of a snapshot's words these are, `head` of them numbers of groups.
+    """
+
+    def __init__(
+        self, words: Sequence[int], index: list[int], head: int, device: torch.device
+    ) -> None:
+        self._index, self._seen = index, words
+        self._table = Table([words[i] for i in index], device)
+        self.settings, self.gradients = self._table.tensor[:head], self._table.tensor[head:]
+
+    def update(self, words: list[int]) -> None:
+        if words is not self._seen:
+            self._table.update([words[i] for i in self._index])
+            self._seen = words
 
 
 class Source(NamedTuple):
-    """A parameter whose direction is wanted."""
+    """A parameter whose direction is wanted; nothing that would keep it alive."""
 
-    p: Tensor
-    g: Tensor
-    m: Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    m: int  # the address of its momentum
+    aligned: bool  # to 16 bytes, as its gradient is
+    dtype: torch.dtype
     layout: Layout
     gradient: int  # its number among the gradients
     group: int
     hides_rows: bool  # those without a gradient
+
+    @staticmethod
+    def of(
+        g: Tensor, m: Tensor, layout: Layout, gradient: int, group: int, *, hides_rows: bool
+    ) -> Source:
+        aligned = all(t.data_ptr() % 16 == 0 for t in (g, m))
+        facts = (layout, gradient, group, hides_rows)
+        return Source(m.shape, m.stride(), m.data_ptr(), aligned, m.dtype, *facts)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(how many, out, in) of its matrices."""
+        return self.layout.sizes(self.shape)
+
+    @property
+    def room(self) -> int:
+        """Elements for its direction, so that the next begins at a multiple of 16 bytes."""
+        return -(-self.shape.numel() // 16) * 16
 
 
 def fits(p: Tensor, g: Tensor, m: Tensor, layout: Layout) -> bool:
@@ -56,34 +91,37 @@ def fits(p: Tensor, g: Tensor, m: Tensor, layout: Layout) -> bool:
 
 
 def stages(sources: Sequence[Source], skip: bool, words: Words) -> list[Stage]:
-    """The stages of some parameters of one type on one device, which share their memory."""
-    parts = [(part, _batch(part, blocks, steps)) for blocks, steps, part in _parts(sources)]
+    """The stages of some parameters of one type on one device, which share their memory.
+
+    So one stage's directions must have been used before the next is run.
+    """
+    device = words.settings.device
+    parts = [(part, _batch(part, blocks, steps, device)) for blocks, steps, part in _parts(sources)]
     workspace = Workspace([batch for _, batch in parts])
     return [Stage(part, batch, workspace, skip, words) for part, batch in parts]
 
 
-def _batch(sources: list[Source], blocks: Blocks, steps: bool) -> Batch:
+def _batch(sources: list[Source], blocks: Blocks, steps: bool, device: torch.device) -> Batch:
     matrices: list[Matrix] = []
     for source, start in zip(sources, _starts(sources), strict=True):
-        count, rows, columns = source.layout.sizes(source.p.shape)
-        scale, size = source.layout.scale(source.p.shape), rows * columns
-        at, each = source.m.data_ptr(), size * source.m.element_size()
+        count, rows, columns = source.sizes
+        scale, size = source.layout.scale(source.shape), rows * columns
         for k in range(count):
-            place = (at + k * each, source.gradient, k * size)
+            place = (source.m + k * size * source.dtype.itemsize, source.gradient, k * size)
             matrices.append(Matrix(*place, rows, columns, source.group, scale, start + k * size))
-    return Batch(matrices, blocks, steps, sources[0].p.device)
+    return Batch(matrices, blocks, steps, device)
 
 
 def _starts(sources: list[Source]) -> list[int]:
-    """Where each of their directions begins, a multiple of 16 bytes."""
-    return list(accumulate((-(-s.p.numel() // 16) * 16 for s in sources), initial=0))[:-1]
+    """Where each of their directions begins."""
+    return list(accumulate((source.room for source in sources), initial=0))[:-1]
 
 
 def _parts(sources: Sequence[Source]) -> Iterable[tuple[Blocks, bool, list[Source]]]:
     """Small matrices all together; large ones, those of a shape side by side, some at a time."""
 
     def sides(source: Source) -> tuple[int, int]:
-        _, rows, columns = source.layout.sizes(source.p.shape)
+        _, rows, columns = source.sizes
         return min(rows, columns), max(rows, columns)
 
     large = [s for s in sources if sides(s)[0] >= LARGE_SIDE]
@@ -93,8 +131,8 @@ def _parts(sources: Sequence[Source]) -> Iterable[tuple[Blocks, bool, list[Sourc
     for blocks, part in ((LARGE, square), (LARGE, longer), (SMALL, small)):
         steps = part is square
         batch: list[Source] = []
-        for source in sorted(part, key=lambda s: s.p.numel(), reverse=True):
-            if batch and sum(s.p.numel() for s in (*batch, source)) > _AT_ONCE:
+        for source in sorted(part, key=lambda s: s.room, reverse=True):
+            if batch and sum(s.room for s in (*batch, source)) > _AT_ONCE:
                 yield blocks, steps, batch
                 batch = []
             batch.append(source)
@@ -119,26 +157,33 @@ class Stage:
         self._kernel, self._x = kernel_matrices, workspace.x
         self._products = Products(batch, workspace)
         places, u = zip(sources, _starts(sources), strict=True), self._products.u
-        self.u = [u.as_strided(s.p.shape, s.p.stride(), at) for s, at in places]
+        self.u = [u.as_strided(s.shape, s.stride, at) for s, at in places]
         device = batch.device
         self._sums = torch.empty(batch.sums, dtype=torch.float64, device=device)
         self._factors = torch.empty(batch.count, dtype=torch.float64, device=device)
-        aligned = all(t.data_ptr() % 16 == 0 for s in sources for t in (s.g, s.m))
+        aligned = all(source.aligned for source in sources)
         self._constants = {
-            "DTYPE": _type(sources[0].p.dtype),
+            "DTYPE": _type(sources[0].dtype),
             "WIDE": batch.exact and aligned,
             "PIECE": batch.blocks.piece,
             "TILE": batch.blocks.tile,
         }
         self._skip = skip
         self._hidden = _hidden_rows(sources, device)
-        self._usual = self._launches(self._sums, self._sums, {"SCALE": False, "FOUND": False})
+        self._usual = self._launches(self._sums, self._sums, _NO_FLAGS)
 
-    def run(self, scale: Tensor, found_inf: Tensor, flags: dict[str, bool]) -> None:
+    def run(self, words: list[int], scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Take the gradients as they are now, or divided by `scale`, unless `found_inf` says no."""
-        scaled = any(flags.values())
-        for launch in self._launches(scale, found_inf, flags) if scaled else self._usual:
+        self._words.update(words)
+        launches = self._usual
+        if scale is not None or found_inf is not None:
+            flags = {"SCALE": scale is not None, "FOUND": found_inf is not None}
+            launches = self._launches(self._here(scale), self._here(found_inf), flags)
+        for launch in launches:
             launch()
+
+    def _here(self, t: Tensor | None) -> Tensor:
+        return self._sums if t is None else t.to(self._sums.device, non_blocking=True)
 
     def _launches(self, scale: Tensor, found_inf: Tensor, flags: dict[str, bool]) -> list[Any]:
         kernel, batch, rec = self._kernel, self._batch, self._batch.records.tensor
@@ -164,7 +209,7 @@ class Stage:
 
 def _hidden_rows(sources: list[Source], device: torch.device) -> tuple[Tensor, Tensor] | None:
     """For each row that may be hidden the number of its matrix, and the first row of each."""
-    sizes = [(s.layout.sizes(s.p.shape), s.hides_rows) for s in sources]
+    sizes = [(source.sizes, source.hides_rows) for source in sources]
     rows = [rows * hides for (count, rows, _), hides in sizes for _ in range(count)]
     if not any(rows):
         return None

@@ -9,9 +9,9 @@ digits for the squares of small singular values, and at the end.
     A = XXᵀ;     P₃ = p₃(A);  A ← P₃·A·P₃;  …;       P₅ = p₅(A);    X ← P₅·P₄·P₃·X
 
 Of symmetric products half is worked out, but not of P₂·P₁ and its like: rounding has moved their
-eigenvectors apart, and a mirrored half, or the other order, let singular values grow to 1.4. In units of n³
-operations a matrix n × m takes 6 m/n + 17 that way, and 15 m/n + 5 by five steps of X itself
-(30 m/n + 15 without symmetry), which are taken where a large matrix is nearly square.
+eigenvectors apart, and a mirrored half, or the other order, let singular values grow to 1.4. In
+units of n³ operations a matrix n × m takes 6 m/n + 17 that way, and 15 m/n + 5 by five steps of X
+itself (30 m/n + 10 without symmetry), which are taken where a large matrix is nearly square.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Blocks(NamedTuple):
     side: int  # of a tile
     depth: int  # of a product that is loaded at once; it divides the side
     warps: int
-    stages: int
+    stages: int  # loads ahead
     piece: int  # elements that one program fills
     tile: int  # elements that it fills at once
 
