@@ -51,13 +51,13 @@ class Blocks(NamedTuple):
     side: int  # of a tile
     depth: int  # of a product that is loaded at once; it divides the side
     warps: int
-    stages: int  # loads ahead
+    stages: tuple[int, int]  # loads ahead: of square matrices, and of X
     piece: int  # elements that one program fills
     tile: int  # elements that it fills at once
 
 
-LARGE = Blocks(128, 64, 8, 3, 2**14, 2**11)
-SMALL = Blocks(64, 64, 4, 4, 2**12, 2**10)
+LARGE = Blocks(128, 64, 4, (3, 4), 2**14, 2**12)
+SMALL = Blocks(64, 64, 4, (4, 4), 2**12, 2**10)
 LARGE_SIDE = 1024  # from which on a matrix is large
 NEARLY_SQUARE = 1.3  # the longer side over the shorter up to which X is stepped itself
 
@@ -195,7 +195,9 @@ class Products:
         self._sums = torch.empty(2, max(1, batch.tiles), **floats)  # type: ignore[call-overload]
         self._scales = torch.empty(batch.count, **floats)  # type: ignore[call-overload]
         blocks = batch.blocks
-        self._how = {"num_warps": blocks.warps, "num_stages": blocks.stages}
+        square, of_x = blocks.stages
+        self._square = {"num_warps": blocks.warps, "num_stages": square}
+        self._of_x = {"num_warps": blocks.warps, "num_stages": of_x}
         self._cut = {"BLOCK": blocks.side, "DEPTH": blocks.depth}
         self._launches = list(self._steps() if batch.steps else self._all())
         self.u = workspace.y if batch.steps else workspace.x
@@ -244,7 +246,7 @@ class Products:
             if len(tiles):
                 tensors = (tiles, batch.records.tensor, x, out, self._sums[0])
                 flags = {"IS_TALL": tall, "SUM": sums}
-                yield Launch(jit, len(tiles), *tensors, **flags, **self._cut, **self._how)
+                yield Launch(jit, len(tiles), *tensors, **flags, **self._cut, **self._of_x)
 
     def _polynomial(self, a: Tensor, out: Tensor, terms: tuple[float, float, float]) -> Launch:
         return self._product(a, a, out, terms=terms)
@@ -264,7 +266,8 @@ class Products:
         tensors = (tiles, batch.records.tensor, a, b, a, out, sums, before)
         numbers = dict(zip(("alpha", "beta", "gamma"), terms or (0.0, 0.0, 1.0), strict=True))
         flags = {"ADDS": terms is not None, "SUM": norms, "NORMS": norms, "MIRRORS": mirrors}
-        options = {**numbers, **flags, **self._cut, **self._how, "WIDTH_OF_SUMS": WIDTH_OF_SUMS}
+        options = {**numbers, **flags, **self._cut, **self._square}
+        options["WIDTH_OF_SUMS"] = WIDTH_OF_SUMS
         return Launch(self._kernel.product, len(tiles), *tensors, **options)
 
     def _first(
@@ -284,4 +287,4 @@ class Products:
         tensors = (batch.whole, batch.records.tensor, square, x, out, self._scales)
         flags = {"FIRST": first, "LAST": last, "EXACT": batch.exact, "DEPTH": batch.blocks.depth}
         cut = {"BLOCK_M": side, "BLOCK_N": side}
-        return Launch(self._kernel.apply, len(batch.whole), *tensors, **flags, **cut, **self._how)
+        return Launch(self._kernel.apply, len(batch.whole), *tensors, **flags, **cut, **self._of_x)
