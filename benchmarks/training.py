@@ -60,18 +60,27 @@ def mlp(device: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 NETWORKS = {"resnet18": resnet18, "transformer": transformer, "mlp": mlp}
 _TASK = {"resnet18": "cifar-resnet", "transformer": "shakespeare", "mlp": "mnist-mlp"}
+
+
+def adamw(model: nn.Module, name: str) -> Any:
+    on_cuda = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=on_cuda)
+
+
+def muon(model: nn.Module, name: str) -> Any:
+    opt = MuonAdamW(model, TASKS[_TASK[name]], 1e-3)
+    for group in opt.param_groups:
+        if "capturable" in group:
+            group["capturable"] = next(model.parameters()).is_cuda
+    return opt
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module, str], Any]] = {
-    "AdamW": lambda model, name: torch.optim.AdamW(
-        model.parameters(), lr=torch.tensor(1e-3, device=_where(model)), fused=True
-    ),
-    "Muon + AdamW": lambda model, name: MuonAdamW(model, TASKS[_TASK[name]], 1e-3),
+    "AdamW": adamw,
+    "Muon + AdamW": muon,
     "WNMuon": lambda model, name: WNMuon(model),
     "WNMuon, no average": lambda model, name: WNMuon(model, average=None),
 }
-
-
-def _where(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 class Training:

@@ -49,25 +49,28 @@ def _size(word):
 
 
 @triton.jit
-def _ahead(
-    r, grads, conf, scale, e, mask, DTYPE: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr
-):
-    """m ← μ·m + (1−μ)·g at these elements of a matrix, μ·m + (1−μ)·g, and where m lies."""
+def _inputs(r, grads, conf, scale, DTYPE: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr):
+    """Where a matrix's gradient and momentum lie, what gradients are multiplied by, μ and 1 − μ."""
     kind: tl.constexpr = tl.pointer_type(DTYPE)
-    g, at = tl.load(grads + tl.load(r + GRADIENT)).to(kind), tl.load(r + M).to(kind)
+    g, m = tl.load(grads + tl.load(r + GRADIENT)).to(kind), tl.load(r + M).to(kind)
     start = tl.load(r + START)
     if WIDE:
-        g, at, start = tl.multiple_of(g, 16), tl.multiple_of(at, 16), tl.multiple_of(start, 16)
-    g, at = g + start, at + e
+        g, m, start = tl.multiple_of(g, 16), tl.multiple_of(m, 16), tl.multiple_of(start, 16)
     conf += tl.load(r + GROUP_NUMBER) * SETTINGS
     factor, mu = real(tl.load(conf + SIGN)).to(tl.float32), real(tl.load(conf + MU))
     if SCALE:
         factor = factor / tl.load(scale)
-    rest, mu = (1 - mu).to(tl.float32), mu.to(tl.float32)
-    was = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    new = tl.load(g + e, mask=mask, other=0.0).to(tl.float32) * factor
-    m = was + rest * (new - was)
-    return m, new + mu * (m - new), at
+    return g + start, m, factor, mu.to(tl.float32), (1 - mu).to(tl.float32)
+
+
+@triton.jit
+def _ahead(inputs, e, mask):
+    """m ← μ·m + (1−μ)·g at these elements of a matrix, and μ·m + (1−μ)·g."""
+    at_g, at_m, factor, mu, rest = inputs
+    was = tl.load(at_m + e, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(at_g + e, mask=mask, other=0.0).to(tl.float32) * factor
+    m = was + rest * (g - was)
+    return m, g + mu * (m - g)
 
 
 @triton.jit
@@ -81,10 +84,11 @@ def sum_squares(
     r = rec + tl.load(matrices + pid).to(tl.int64) * WORDS
     size = tl.load(r + ROWS) * tl.load(r + COLUMNS)
     begin = (pid - tl.load(r + FIRST_SUM)) * PIECE
+    inputs = _inputs(r, grads, conf, scale, DTYPE, SCALE, WIDE)
     squares = tl.zeros([TILE], tl.float64)
     for k in range(0, PIECE, TILE):
         e = begin + k + tl.arange(0, TILE)
-        _, ahead, _ = _ahead(r, grads, conf, scale, e, e < size, DTYPE, SCALE, WIDE)
+        _, ahead = _ahead(inputs, e, e < size)
         wide = tl.where(e < size, ahead, 0.0).to(tl.float64)
         squares += wide * wide
     tl.store(sums + pid, tl.sum(squares, axis=0))
@@ -130,6 +134,7 @@ def fill(
         lam = tl.where(factor < float("inf"), lam, 0.0)
     begin = (pid - tl.load(firsts + i)).to(tl.int64) * PIECE
     x += _aligned(r + X_AT)
+    inputs = _inputs(r, grads, conf, scale, DTYPE, SCALE, WIDE)
     for k in range(0, PIECE, TILE):
         to = begin + k + tl.arange(0, TILE)
         if EXACT:
@@ -138,8 +143,8 @@ def fill(
             row, column = to // width, to % width
             inside = (row < rows) & (column < columns) & (to < size)
             e = row * columns + column
-        m, ahead, at = _ahead(r, grads, conf, scale, e, inside, DTYPE, SCALE, WIDE)
-        tl.store(at, m.to(DTYPE), mask=inside & (tl.where(inside, lam, 0.0) != 0))
+        m, ahead = _ahead(inputs, e, inside)
+        tl.store(inputs[1] + e, m.to(DTYPE), mask=inside & (tl.where(inside, lam, 0.0) != 0))
         scaled = (ahead.to(tl.float64) * factor).to(tl.float32)
         # A matrix that is not finite is so everywhere.
         scaled = tl.where(factor < float("inf"), scaled, float("nan"))

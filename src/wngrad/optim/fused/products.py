@@ -56,7 +56,7 @@ class Blocks(NamedTuple):
     tile: int  # elements that it fills at once
 
 
-LARGE = Blocks(128, 64, 4, (3, 4), 2**14, 2**12)
+LARGE = Blocks(128, 64, 4, (3, 4), 2**14, 2**11)
 SMALL = Blocks(64, 64, 4, (4, 4), 2**12, 2**10)
 LARGE_SIDE = 1024  # from which on a matrix is large
 NEARLY_SQUARE = 1.3  # the longer side over the shorter up to which X is stepped itself
