@@ -203,4 +203,4 @@ def test_what_cannot_be_served_is_said_on_every_rank(four):
     placed, raised, waiting = four["refused"]
     assert "`joint` parameters must be sharded alike" in placed
     assert "`nonfinite` is 'raise'" in raised
-    assert "`params` that are orthogonalized must not be sharded" in waiting
+    assert "`params` that are orthogonalized must have their matrices whole" in waiting
