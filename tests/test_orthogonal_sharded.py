@@ -53,6 +53,8 @@ MATRICES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "transposed convolution": ((9, 3, 2), {"layout": ("transposed", 1)}),
     "embedding": ((17, 3), {"role": "embedding"}),
 }
+BOTH_WAYS = ("tall", "wide", "packed, cut within pieces", "packed, tall, cut within pieces",
+             "fewer experts than ranks", "transposed convolution", "embedding")  # fmt: skip
 PLACEMENTS: dict[str, tuple[Any, ...]] = {  # of one dimension: four ranks, of two: 2 × 2
     "FSDP2 on 4": (Shard(0),),
     "columns on 4": (Shard(1),),
@@ -103,8 +105,12 @@ def furthest(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 
 def matrices(mesh: Any, places: tuple[Any, ...], dtype: torch.dtype = torch.float64) -> float:
-    """Two steps of a parameter of each kind: how far those on shards are from the whole's."""
-    shapes, options = zip(*MATRICES.values(), strict=True)
+    """Two steps of a parameter of each kind: how far those on shards are from the whole's.
+
+    On a mesh of two dimensions, where DTensor takes its time, of fewer kinds.
+    """
+    kinds = [kind for name, kind in MATRICES.items() if len(places) == 1 or name in BOTH_WAYS]
+    shapes, options = zip(*kinds, strict=True)
     plain = [nn.Parameter(drawn(shape, 7, dtype)) for shape in shapes]
     cut = [nn.Parameter(placed(p.detach(), mesh, places)) for p in plain]
     pairs = [
@@ -307,6 +313,19 @@ def of_sizes(mesh: Any) -> dict[str, Any]:
     return results
 
 
+def refused(mesh: Any) -> list[str]:
+    """What is said of matrices that are cut to who asks for a step that needs them whole."""
+    p = nn.Parameter(placed(drawn((8, 3), 0), mesh, [Shard(0)]))
+    q = p.detach()
+    q.grad = placed(drawn((8, 3), 1), mesh, [Shard(0)])
+    messages = []
+    for work in (WNMuon([q], differentiable=True).step, lambda: step_in_backward(WNMuon([p]))):
+        with pytest.raises(ValueError) as error:  # noqa: PT011  (the message is looked at below)
+            work()
+        messages.append(str(error.value))
+    return messages
+
+
 def in_backward(mesh: Any) -> tuple[list[Tensor], list[Tensor]]:
     """A stack of experts, each whole on a rank, stepped inside backward and after it."""
     results = []
@@ -351,6 +370,7 @@ def work() -> dict[str, Any]:
     }
     results["bad"], results["skipped"] = bad_entries(mesh[1]), skipped(mesh[1])
     results["sizes"], results["backward"] = of_sizes(mesh[1]), in_backward(mesh[1])
+    results["refused"] = refused(mesh[1])
     return results
 
 
@@ -378,6 +398,12 @@ def test_a_checkpoint_of_four_ranks_goes_on_on_two(four, i):
 def test_matrices_whole_on_a_rank_may_step_inside_backward(four):
     ordinary, hooked = four["backward"]
     assert torch.equal(ordinary[0], hooked[0])
+
+
+def test_what_needs_a_matrix_whole_is_refused(four):
+    differentiable, in_backward = four["refused"]
+    assert differentiable.startswith("WNMuon: `differentiable` must be False for matrices")
+    assert "must have their matrices whole on a rank" in in_backward
 
 
 # ------------------------------------------------------------------------------ the bytes

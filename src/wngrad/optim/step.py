@@ -19,6 +19,7 @@ from torch import Tensor
 from wngrad.optim import blocks, checks, lists, move, orthogonal_sharded, sharded
 from wngrad.optim.directions import Direction
 from wngrad.optim.move import Item, Kind, gradient, traced, working
+from wngrad.optim.orthogonal_sharded import Shard, is_cut
 from wngrad.optim.views import SharedBlocks, View, rows
 
 
@@ -30,6 +31,7 @@ def plain_step(
     Args:
         before_moving: called once, when nothing can be refused any more.
     """
+    _refuse_differentiable_cuts(owner, units)
     for batch in _batches(units):
         batch.measure()
         kinds = batch.kinds()
@@ -191,7 +193,7 @@ def _propose_between_ranks(
         g, buffers, _ = _Inputs.of(*pairs[i])
         buffers = {name: buffer.reshape(shape) for name, buffer in buffers.items()}
         direction = cast(Any, view.direction)
-        shards.append(orthogonal_sharded.Shard(view.param, direction, g.reshape(shape), buffers))
+        shards.append(Shard(view.param, direction, g.reshape(shape), buffers))
     for i, (u, after) in zip(members, orthogonal_sharded.propose(shards), strict=True):
         shape = pairs[i][1].p.shape
         yield i, (u.reshape(shape), {name: new.reshape(shape) for name, new in after.items()})
@@ -247,6 +249,16 @@ def _shared_b(unit: SharedBlocks) -> list[Tensor]:
         return each
     every = torch.stack([b.flatten().to(each[0].device) for b in distinct.values()])
     return [every.amax(0).to(b.device).view_as(b) for b in each]
+
+
+def _refuse_differentiable_cuts(owner: str, units: list[SharedBlocks]) -> None:
+    for unit in units:
+        for view in unit.members if unit.settings.differentiable else ():
+            if _asks_ranks(view) and is_cut(view.param, cast(Any, view.direction).layout):
+                raise ValueError(
+                    f"{owner}: `differentiable` must be False for matrices that are cut between "
+                    f"ranks, got True for a parameter of shape {tuple(view.param.shape)}."
+                )
 
 
 def _refuse_nonfinite(owner: str, kinds: Iterable[Kind]) -> None:

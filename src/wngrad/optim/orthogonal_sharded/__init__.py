@@ -28,9 +28,10 @@ is cut between experts, cost nothing; a dimension of the mesh that replicates ta
 two dimensions of a mesh cut a matrix there is a sum over each in step 2, and step 3 undoes the last
 of them first and goes on with what is left.
 
-The number of messages does not depend on the number of matrices: four at most for each set of
-ranks, and one more for embeddings that are cut between columns (which rows have a gradient). What
-is not finite anywhere makes its whole matrix NaN on every rank.
+The number of messages does not depend on the number of matrices: four at most where one dimension
+of a mesh cuts them, twice as many where two do, and one more for embeddings that are cut between
+columns (which rows have a gradient). What is not finite anywhere makes its whole matrix NaN on
+every rank.
 """
 
 from wngrad.optim.orthogonal_sharded.direction import Shard, orthogonalize_sharded, propose

@@ -55,17 +55,23 @@ def _or_one(x: Tensor) -> Tensor:
 
 def by_gram(slices: list[Slice]) -> list[Tensor]:
     """The orthogonalized x, of scaled ones: P·X with P from Σ over ranks of XᵣXᵣᵀ."""
-    x = [each.x.mT if each.flips else each.x for each in slices]
+    x = [_exact(each.x.mT if each.flips else each.x) for each in slices]
     grams = in_batches(lambda x: packed(x @ x.mT), x)
     for members in alike(each.message for each in slices):
-        flat = torch.cat([grams[i].flatten() for i in members])
+        flat = torch.cat([grams[i].flatten() for i in members]).to(slices[members[0]].x.dtype)
         flat = sharded.sum_over_ranks(flat, slices[members[0]].groups)
         sums = torch.split(flat, [grams[i].numel() for i in members])
         for i, part in zip(members, sums, strict=True):
-            grams[i] = part.view_as(grams[i])
+            grams[i] = part.to(grams[i].dtype).view_as(grams[i])
     factors = in_batches(lambda gram: gram_factor(unpacked(gram)), grams)
     pairs = zip(in_batches(torch.matmul, factors, x), slices, strict=True)
-    return [u.mT if each.flips else u for u, each in pairs]
+    return [(u.mT if each.flips else u).to(each.x.dtype) for u, each in pairs]
+
+
+def _exact(x: Tensor) -> Tensor:
+    """In float64 where float32 products are rounded to TF32, too coarse for squares of σ."""
+    tf32 = x.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return x.double() if tf32 and x.dtype == torch.float32 else x
 
 
 def packed(symmetric: Tensor) -> Tensor:
