@@ -30,7 +30,7 @@ from wngrad import WNMuon, step_in_backward
 from wngrad.conformance.distributed import on_ranks
 from wngrad.optim.matrices import Layout
 from wngrad.optim.orthogonal import orthogonalize
-from wngrad.optim.orthogonal_sharded import orthogonalize_sharded
+from wngrad.optim.orthogonal_sharded import direction, orthogonalize_sharded, owners, slices
 from wngrad.optim.orthogonal_sharded.gram import packed, unpacked
 from wngrad.optim.orthogonal_sharded.owners import dealt
 from wngrad.optim.orthogonal_sharded.placement import COLUMNS, ROWS, _MeshCut, _parts
@@ -293,6 +293,19 @@ def skipped(mesh: Any) -> tuple[list[bool], int]:
     return [bool((t != 1).any()) for t in whole(params)], opt.skipped()
 
 
+@contextmanager
+def half_on_the_wire() -> Iterator[None]:
+    """Matrices travel in float16, as they do on CUDA."""
+    modules, before = (direction, owners, slices), slices.wire_type
+    try:
+        for module in modules:
+            module.wire_type = lambda x: torch.float16
+        yield
+    finally:
+        for module in modules:
+            module.wire_type = before
+
+
 def of_sizes(mesh: Any) -> dict[str, Any]:
     """The function itself in float32: against float64 on the whole, at several scales."""
     results: dict[str, Any] = {}
@@ -371,6 +384,9 @@ def work() -> dict[str, Any]:
     results["bad"], results["skipped"] = bad_entries(mesh[1]), skipped(mesh[1])
     results["sizes"], results["backward"] = of_sizes(mesh[1]), in_backward(mesh[1])
     results["refused"] = refused(mesh[1])
+    with half_on_the_wire():
+        results["half"] = of_sizes(mesh[1])
+        results["half traffic"] = traffic(mesh[1], [Shard(0)], [WIDE] * 2)
     return results
 
 
@@ -413,8 +429,8 @@ def expected(ranks: int, shapes: list[tuple[int, int]], itemsize: int = 4) -> di
     """The formulas of the documentation, for matrices cut evenly between their rows."""
     bytes_sent = {"all_gather": 0.0, "all_reduce": 0.0, "all_to_all_single": 0.0}
     for m, n in shapes:
-        bytes_sent["all_gather"] += 2 * ranks * (ranks - 1) * itemsize
         if ranks * (n + 1) <= 2 * m:
+            bytes_sent["all_gather"] += 2 * ranks * (ranks - 1) * itemsize
             bytes_sent["all_reduce"] += (ranks - 1) * n * (n + 1) * itemsize
         else:
             bytes_sent["all_to_all_single"] += 2 * (ranks - 1) / ranks * m * n * itemsize
@@ -461,22 +477,31 @@ def test_a_matrix_cut_twice_goes_to_its_owner_in_two_hops(four):
     """Two pairs of ranks send each other half of what they have; then so does one pair."""
     counts = four["traffic"]["twice"]
     assert counts["all_to_all_single"] == 4 * 2 * (64 / 2 + 64 / 2)
-    assert counts["all_gather"] == 4 * 2 * (4 + 4)
+    assert counts["messages"] == 4 + 1  # and ‖u‖² of rows that are cut
 
 
 # ------------------------------------------------------------------- the orthogonalization
 
 
 @pytest.mark.parametrize("shape", ["(64, 6)", "(6, 40)"])
-def test_cut_matrices_keep_the_promise_in_float32(four, shape):
+@pytest.mark.parametrize("name", ["sizes", "half"])
+def test_cut_matrices_keep_the_promise_in_float32(four, name, shape):
     """Singular values from 1/1000 of the largest on, at any scale; powers of two change no bit."""
-    exact, powers, extremes = four["sizes"][shape]
+    exact, powers, extremes = four[name][shape]
+    tol = 5e-3 if name == "sizes" else 0.1  # float16's 2⁻¹² of the largest is 1/4 of the least
     values = torch.linalg.svdvals(powers[0].double())
     assert values[0] <= LARGEST
     assert values[-1] >= LEAST
-    assert torch.allclose(powers[0].double(), exact, atol=5e-3)
+    assert torch.allclose(powers[0].double(), exact, atol=tol)
     assert all(torch.equal(powers[0], u) for u in powers[1:])
-    assert all(torch.allclose(powers[0], u, atol=5e-3) for u in extremes)
+    assert all(torch.allclose(powers[0], u, atol=tol) for u in extremes)
+
+
+def test_float16_on_the_wire_is_half_the_bytes(four):
+    scale, there_and_back = 2 * 4 * 3 * 4, 2 * 3 / 4 * 4 * 32 * 2
+    counts = four["half traffic"]
+    assert counts["all_gather"] == 2 * scale
+    assert counts["all_to_all_single"] == 2 * there_and_back
 
 
 def test_one_bad_entry_makes_its_own_matrix_nan_on_every_rank(four):

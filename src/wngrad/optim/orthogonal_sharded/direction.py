@@ -17,7 +17,7 @@ from wngrad.optim.orthogonal import orthogonalize_all
 from wngrad.optim.orthogonal_sharded.gram import by_gram, scaled
 from wngrad.optim.orthogonal_sharded.owners import Exchange
 from wngrad.optim.orthogonal_sharded.placement import is_cut, parts
-from wngrad.optim.orthogonal_sharded.slices import Slice, alike, in_order
+from wngrad.optim.orthogonal_sharded.slices import Slice, alike, in_order, wire_type
 
 
 class Orthogonalizing(Protocol):
@@ -87,26 +87,25 @@ def orthogonalize_sharded(
 
 def _orthogonalized(slices: list[Slice]) -> list[Tensor]:
     """The orthogonalized x of every slice."""
-    cut = [i for i, each in enumerate(slices) if each.cuts]
-    for i, x in zip(cut, scaled([slices[i] for i in cut]), strict=True):
+    narrow = [
+        i for i, each in enumerate(slices) if each.moves and wire_type(each.x) != each.x.dtype
+    ]
+    for i, x in zip(narrow, scaled([slices[i] for i in narrow]), strict=True):
         slices[i] = replace(slices[i], x=x)
     singles = [  # each matrix that goes to an owner for itself, so that they can be spread
-        [each]
-        if not each.cuts or each.takes_gram or not len(each.x)
-        else [replace(each, x=x.unsqueeze(0)) for x in each.x]
+        [replace(each, x=x.unsqueeze(0)) for x in each.x] if each.moves and len(each.x) else [each]
         for each in slices
     ]
-    results = iter(_of_scaled([single for each in singles for single in each]))
+    results = iter(_of_singles([single for each in singles for single in each]))
     lists = [[next(results) for _ in each] for each in singles]
     return [torch.cat(each) if len(each) > 1 else each[0] for each in lists]
 
 
-def _of_scaled(slices: list[Slice]) -> list[Tensor]:
-    """The same where every matrix that is cut is scaled."""
+def _of_singles(slices: list[Slice]) -> list[Tensor]:
     small = [i for i, each in enumerate(slices) if each.takes_gram]
     out = dict(zip(small, by_gram([slices[i] for i in small]), strict=True))
     whole = [i for i, each in enumerate(slices) if not each.cuts]
-    moving = [i for i, each in enumerate(slices) if each.cuts and i not in out]
+    moving = [i for i, each in enumerate(slices) if each.moves]
     if not moving:
         results = orthogonalize_all([slices[i].x for i in whole])
         return in_order(out | dict(zip(whole, results, strict=True)))
@@ -115,7 +114,7 @@ def _of_scaled(slices: list[Slice]) -> list[Tensor]:
     exchanges = [Exchange([slices[i] for i in kind]) for kind in members]
     owned = [exchange.gather() for exchange in exchanges]
     left = [slices[i] for i in whole] + [each for part in owned for each in part]
-    rest = iter(_of_scaled(left))
+    rest = iter(_of_singles(left))
     out.update([(i, next(rest)) for i in whole])
     for kind, exchange, part in zip(members, exchanges, owned, strict=True):
         out.update(zip(kind, exchange.scatter([next(rest) for _ in part]), strict=True))

@@ -45,8 +45,8 @@ def _joined(pairs: Tensor) -> Tensor:
 
 def _divided(x: Tensor, norms: Tensor) -> Tensor:
     top, norm = (_or_one(each)[:, None, None] for each in norms.unbind(-1))
-    x = x / top / norm  # NaN everywhere if any part of the matrix is not finite
-    return torch.where(x.abs() < NOTHING, 0, x)
+    x = (x / top).div_(norm)  # NaN everywhere if any part of the matrix is not finite
+    return torch.nn.functional.hardshrink(x, NOTHING)  # 0 up to there
 
 
 def _or_one(x: Tensor) -> Tensor:
@@ -54,8 +54,9 @@ def _or_one(x: Tensor) -> Tensor:
 
 
 def by_gram(slices: list[Slice]) -> list[Tensor]:
-    """The orthogonalized x, of scaled ones: P·X with P from Σ over ranks of XᵣXᵣᵀ."""
-    x = [_exact(each.x.mT if each.flips else each.x) for each in slices]
+    """The orthogonalized x: P·X, with P from Σ over ranks of XᵣXᵣᵀ."""
+    pairs = zip(scaled(slices), slices, strict=True)
+    x = [_exact(x.mT if each.flips else x) for x, each in pairs]
     grams = in_batches(lambda x: packed(x @ x.mT), x)
     for members in alike(each.message for each in slices):
         flat = torch.cat([grams[i].flatten() for i in members]).to(slices[members[0]].x.dtype)
@@ -64,8 +65,8 @@ def by_gram(slices: list[Slice]) -> list[Tensor]:
         for i, part in zip(members, sums, strict=True):
             grams[i] = part.to(grams[i].dtype).view_as(grams[i])
     factors = in_batches(lambda gram: gram_factor(unpacked(gram)), grams)
-    pairs = zip(in_batches(torch.matmul, factors, x), slices, strict=True)
-    return [(u.mT if each.flips else u).to(each.x.dtype) for u, each in pairs]
+    results = zip(in_batches(torch.matmul, factors, x), slices, strict=True)
+    return [(u.mT if each.flips else u).to(each.x.dtype) for u, each in results]
 
 
 def _exact(x: Tensor) -> Tensor:

@@ -38,15 +38,21 @@ class Slice:
         return ranks * (n + 1) * self.x.itemsize <= 2 * m * wire_type(self.x).itemsize
 
     @property
+    def moves(self) -> bool:
+        """Whether it goes to an owner."""
+        return bool(self.cuts) and not self.takes_gram
+
+    @property
     def flips(self) -> bool:
         """Whether x has to be transposed for its rows to be whole, where it is cut one way."""
         return self.cuts[0].axis == ROWS
 
 
 def wire_type(x: Tensor) -> torch.dtype:
-    """The type in which a scaled matrix travels to its owner, and the result back.
+    """The type in which a matrix travels to its owner, and the result back.
 
-    On CUDA `orthogonalize` takes its products in float16 anyway, of a matrix scaled like this one.
+    On CUDA `orthogonalize` takes its products in float16 anyway. What travels in a type that is
+    narrower than its own is scaled first.
     """
     return torch.float16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
 
