@@ -37,7 +37,7 @@ class Direction:
     buffers: ClassVar[tuple[str, ...]] = ()  # state of the parameter's shape and type
     counts_blocks: ClassVar[bool] = False  # t is kept for every block, not once a parameter
     touches_all: ClassVar[bool] = False  # moves entries without a gradient, so no sparse ones
-    needs_whole: ClassVar[bool] = False  # entries depend on others, which a shard may not hold
+    orthogonalizes: ClassVar[bool] = False  # an `Orthogonalizing`: u of a shard asks other ranks
     rate_in_rule: ClassVar[bool] = True  # b ← b + λ²‖u‖²/b; else b ← b + ‖u‖²/b
     # What decoupled weight decay is in proportion to: λ, the block's own rate, or there is none.
     decays_by: ClassVar[Literal["lr", "rate"] | None] = "lr"

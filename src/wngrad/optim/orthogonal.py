@@ -71,21 +71,26 @@ def _scale(square: Tensor) -> Tensor:
 
 
 def _by_gram(x: Tensor) -> Tensor:
-    """P·X, where P is made from XXᵀ alone: fewer operations where a row is much longer.
+    """P·X, where P is made from XXᵀ alone: fewer operations where a row is much longer."""
+    return gram_factor(x @ x.mT) @ x
+
+
+def gram_factor(gram: Tensor) -> Tensor:
+    """P, from XXᵀ alone, such that P·X is X orthogonalized.
 
     XXᵀ has the squares of the singular values, of which float32 has digits enough and float16
     has not. All matrices here are polynomials of one, so their order does not matter.
     """
-    gram = x @ x.mT
     scale = _scale(gram @ gram)
-    gram, product = gram * scale**2, scale * torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
+    one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    gram, product = gram * scale**2, scale * one
     for k, (a, b, c) in enumerate(COEFFICIENTS, 1):
         factor = b * gram + c * (gram @ gram)
         product = a * product + factor @ product  # P ← (a + b·A + c·A²)·P
         if k < len(COEFFICIENTS):
             half = a * gram + factor @ gram
             gram = a * half + half @ factor  # A ← (a + b·A + c·A²)²·A
-    return product @ x
+    return product
 
 
 def _polynomials(x: Tensor) -> Tensor:

@@ -25,19 +25,27 @@ class Orthogonalized(Direction):
     layout: Layout
     buffers: ClassVar[tuple[str, ...]] = ("m",)
     touches_all: ClassVar[bool] = True
-    needs_whole: ClassVar[bool] = True
+    orthogonalizes: ClassVar[bool] = True
     rate_in_rule: ClassVar[bool] = False
     decays_by: ClassVar[Literal["lr", "rate"] | None] = "rate"
 
     def propose(
         self, g: list[Tensor], buffers: Buffers, t: list[Tensor]
     ) -> tuple[list[Tensor], Buffers]:
-        m = lists.lerp(buffers["m"], g, 1 - self.mu)
-        ahead = lists.lerp(g, m, self.mu)
+        ahead, after = self.look_ahead(g, buffers)
         stacks = orthogonalize_all([self.layout.matrices(each) for each in ahead])
         pairs = zip(stacks, g, strict=True)
         u = [self.layout.scale(g.shape) * self.layout.restore(stack, g) for stack, g in pairs]
-        return u, {"m": m}
+        return u, after
+
+    def look_ahead(self, g: list[Tensor], buffers: Buffers) -> tuple[list[Tensor], Buffers]:
+        """μ·m + (1−μ)·g, which is to be orthogonalized, and the new m: entry by entry."""
+        m = lists.lerp(buffers["m"], g, 1 - self.mu)
+        return lists.lerp(g, m, self.mu), {"m": m}
+
+    def moving_rows(self, g: Tensor) -> Tensor | None:
+        """Which indices of dimension 0 move, to multiply u by; None for all of them."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,5 +58,7 @@ class OrthogonalizedRows(Orthogonalized):
         self, g: list[Tensor], buffers: Buffers, t: list[Tensor]
     ) -> tuple[list[Tensor], Buffers]:
         u, after = Orthogonalized.propose(self, g, buffers, t)
-        seen = [(g != 0).flatten(1).any(1).view(-1, *[1] * (g.dim() - 1)) for g in g]
-        return [u * rows for u, rows in zip(u, seen, strict=True)], after
+        return [u * self.moving_rows(g) for u, g in zip(u, g, strict=True)], after
+
+    def moving_rows(self, g: Tensor) -> Tensor:
+        return (g != 0).flatten(1).any(1).view(-1, *[1] * (g.dim() - 1))

@@ -49,7 +49,7 @@ def tensors(view: View) -> tuple[Tensor | None, ...]:
 
     What an orthogonalized direction keeps is not among them: it belongs to `fused.matrices`.
     """
-    names = () if view.direction.needs_whole else view.direction.buffers
+    names = () if view.direction.orthogonalizes else view.direction.buffers
     buffers = [view.buffers[name] for name in names]
     missing = [None] * (2 - len(buffers))
     return view.p, view.g, *buffers, *missing, view.buffers.get(AVERAGE)

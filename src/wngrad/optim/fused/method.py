@@ -71,7 +71,7 @@ def method(unit: SharedBlocks) -> Method:
         settings.nonfinite == "raise",
         direction.rate_in_rule,
         settings.average is not None,
-        view.g.dtype if direction.needs_whole else None,
+        view.g.dtype if direction.orthogonalizes else None,
     )
 
 
