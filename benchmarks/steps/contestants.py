@@ -57,6 +57,8 @@ OURS = [  # name, passes, where, options, graph
     ("WNGrad", 3, "wngrad:WNGrad", {"lr": LR}, BARE),
     ("WNGrad-momentum", 5, "wngrad:WNGrad", MOMENTUM, BARE),
     ("WNAdam", 5, "wngrad:WNAdam", {"lr": LR}, BARE),
+    ("WNMuon", 7, "wngrad:WNMuon", {"lr": LR}, BARE),
+    ("WNMuon-bare", 5, "wngrad:WNMuon", {"lr": LR, "average": None}, BARE),
 ]
 TORCH = [
     ("SGD", 3, "torch.optim:SGD", {"lr": LR}, BARE),
@@ -65,7 +67,8 @@ TORCH = [
     ("AdamW", 7, "torch.optim:AdamW", {"lr": LR}, CAPTURABLE),
     ("Adagrad", 5, "torch.optim:Adagrad", {"lr": LR}, None),
 ]
-PEERS = [
+PEERS = [  # with one implementation each
+    ("Muon", 5, "torch.optim:Muon", {"lr": LR}, BARE),  # of sets of matrices alone
     ("ScheduleFree-SGD", 5, "schedulefree:SGDScheduleFree", {"lr": LR}, None),
     ("ScheduleFree-AdamW", 7, "schedulefree:AdamWScheduleFree", {"lr": LR}, None),
     ("Prodigy", 10, "prodigyopt:Prodigy", BARE, None),  # reads g, p, p₀, m, v, s; writes 4 of them

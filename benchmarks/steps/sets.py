@@ -28,9 +28,16 @@ def shapes_of(build: Callable[[tuple[int, ...], int], nn.Module], shape: tuple[i
         return [tuple(p.shape) for p in build(shape, 10).parameters()]
 
 
+def hidden(shapes: Shapes) -> Shapes:
+    """The matrices but the embedding, which comes first."""
+    return [shape for shape in shapes[1:] if len(shape) == 2]
+
+
 SETS: dict[str, Callable[[], Shapes]] = {
     "llama": lambda: llama(128_256, 2048, 16, 512, 8192),  # Llama-3.2-1B
+    "llama-hidden": lambda: hidden(SETS["llama"]()),
     "38M": lambda: llama(32_768, 512, 5, 512, 2048),
+    "38M-hidden": lambda: hidden(SETS["38M"]()),
     "resnet18": lambda: shapes_of(resnet18, (3, 32, 32)),
     "mlp": lambda: shapes_of(mlp, (1, 28, 28)),
 }
