@@ -29,9 +29,8 @@ def shapes_of(build: Callable[[tuple[int, ...], int], nn.Module], shape: tuple[i
 
 
 def hidden(shapes: Shapes) -> Shapes:
-    """The matrices between the first and the last layer, convolutions as (out, rest)."""
-    matrices = [(shape[0], math.prod(shape[1:])) for shape in shapes if len(shape) > 1]
-    return matrices[1:-1]
+    """The matrices but the first layer's or embedding's, convolutions as (out, rest)."""
+    return [(shape[0], math.prod(shape[1:])) for shape in shapes if len(shape) > 1][1:]
 
 
 def transformer() -> Shapes:
@@ -45,8 +44,9 @@ SETS: dict[str, Callable[[], Shapes]] = {
     "resnet18": lambda: shapes_of(resnet18, (3, 32, 32)),
     "mlp": lambda: shapes_of(mlp, (1, 28, 28)),
     # Matrices alone, for optimizers that orthogonalize.
-    "llama-hidden": lambda: hidden([*llama(128_256, 2048, 16, 512, 8192), (1, 1)]),
-    "resnet18-hidden": lambda: hidden(shapes_of(resnet18, (3, 32, 32))),
+    "llama-hidden": lambda: hidden(SETS["llama"]()),
+    "38M-hidden": lambda: hidden(SETS["38M"]()),
+    "resnet18-hidden": lambda: hidden(SETS["resnet18"]()[:-1]),  # without the last layer
     "transformer-hidden": transformer,
 }
 

@@ -20,7 +20,7 @@ from wngrad.optim.fused.method import Unit
 from wngrad.optim.fused.records import GROUP, number
 from wngrad.optim.matrices import Layout
 from wngrad.optim.move import working
-from wngrad.optim.orthogonal import orthogonalize_all
+from wngrad.optim.orthogonal import orthogonalize
 from wngrad.optim.orthogonalized import Orthogonalized, OrthogonalizedRows
 from wngrad.optim.views import View
 
@@ -136,6 +136,7 @@ class _Matrix(NamedTuple):
 
     place: int  # among the parameters of the optimizer
     layout: Layout
+    single: bool  # it is one matrix as it is
     scale: float
     rows_apart: bool  # an embedding: rows without a gradient do not move
     skips: bool  # nonfinite="skip"
@@ -154,8 +155,9 @@ def _matrix(unit: Unit, place: int) -> _Matrix:
     dtype = torch.promote_types(p.dtype, torch.float32)
     u = torch.empty_like(p, dtype=dtype, requires_grad=False)
     scale = direction.layout.scale(p.shape)
+    single = (1, *p.shape) == direction.layout.sizes(p.shape) and direction.layout.kind == "rows"
     shapes = view.p.shape, view.b.shape
-    return _Matrix(place, direction.layout, scale, apart, skips, *shapes, u)
+    return _Matrix(place, direction.layout, single, scale, apart, skips, *shapes, u)
 
 
 class TorchStage:
@@ -211,11 +213,13 @@ def _propose(
         lists.lerp_(m, g, 1 - mu)
     else:
         m = lists.lerp([working(each) for each in kept], g, 1 - mu)
-    ahead = lists.lerp(g, m, mu)
-    pairs = zip(matrices, ahead, strict=True)
-    stacks = orthogonalize_all([matrix.layout.matrices(each) for matrix, each in pairs])
-    for matrix, stack, each in zip(matrices, stacks, g, strict=True):
-        torch.mul(matrix.layout.restore(stack, matrix.u), matrix.scale, out=matrix.u)
+    for matrix, each, ahead in zip(matrices, g, lists.lerp(g, m, mu), strict=True):
+        if matrix.single:
+            result = orthogonalize(ahead)
+        else:
+            stack = orthogonalize(matrix.layout.matrices(ahead))
+            result = matrix.layout.restore(stack, matrix.u)
+        torch.mul(result, matrix.scale, out=matrix.u)
         if matrix.rows_apart:
             matrix.u.mul_((each != 0).flatten(1).any(1).view(-1, *[1] * (each.dim() - 1)))
     if not in_place:
