@@ -400,7 +400,8 @@ def four() -> Any:
 
 @pytest.mark.parametrize("name", [*PLACEMENTS, "FSDP2", "FSDP2 over TP", "float32"])
 def test_a_step_on_cut_matrices_is_the_step_on_the_whole(four, name):
-    assert four[name] < (2e-5 if name == "float32" else 1e-12)
+    # σ = 1e-3 of the largest is 1e-6 of its square, of which float32 has not many digits.
+    assert four[name] < (5e-5 if name == "float32" else 1e-12)
 
 
 @pytest.mark.parametrize("i", range(2), ids=["state", "step"])

@@ -95,7 +95,7 @@ def gram_factor(gram: Tensor) -> Tensor:
     gram = torch.nn.functional.hardshrink(gram * scale_2, NOTHING**2)
     factor = torch.add(b * gram, square * (scale_2 * scale_2), alpha=c)
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    product = torch.add(factor, eye, alpha=a) * scale_2.sqrt()  # P ← a + b·A + c·A²
+    product: Tensor = torch.add(factor, eye, alpha=a) * scale_2.sqrt()  # P ← a + b·A + c·A²
     for a_next, b, c in rest:
         half = _plus(gram, a, factor, gram)
         gram = _plus(half, a, half, factor)  # A ← (a + b·A + c·A²)²·A
