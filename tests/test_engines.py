@@ -28,6 +28,7 @@ from wngrad.optim.fused import (
     cuda,
     eligibility,
     engine,
+    matrices,
     method,
     records,
     snapshot,
@@ -852,6 +853,24 @@ def test_the_role_of_a_group_may_change_between_steps():
         both.fused.step()
         both.plain.step()
         exactly(both)
+    assert not both.fused.why_plain()
+
+
+@only_triton
+@pytest.mark.skipif(CUDA, reason="there is no such stage yet")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_u_may_be_of_another_type_than_its_parameter(dtype, monkeypatch):
+    """In float16, as products on a GPU leave it; half the spacing of u, in steps of λ/b."""
+    whole = matrices._matrix
+    monkeypatch.setattr(matrices, "_matrix", lambda *a: (m := whole(*a))._replace(u=m.u.half()))
+    both = Both(WNMuon, drawn((6, 5), (3, 300), (70, 2), dtype=dtype), fused=True)
+    both.give(0)
+    both.fused.step()
+    both.plain.step()
+    for p, q in both.pairs:
+        mean, other = (opt.state[x]["average"] for opt, x in ((both.fused, p), (both.plain, q)))
+        torch.testing.assert_close(mean, other, rtol=1e-6, atol=6 * 0.3 / 10 * 2.0**-11)
+        assert not torch.equal(mean, other)
     assert not both.fused.why_plain()
 
 
