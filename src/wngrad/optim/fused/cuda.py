@@ -79,7 +79,7 @@ class Launch:
         self._scaled = any(self._flags.values())
 
     def step(self) -> None:
-        with _on(self.method.device):
+        with on(self.method.device):
             self._step()
 
     def _step(self) -> None:
@@ -102,7 +102,7 @@ class Launch:
 
     def bad(self) -> Refused | None:
         """A parameter with rows that are not finite, if that is to be known. Then it waits."""
-        with _on(self.method.device):
+        with on(self.method.device):
             self._tiles(self.kernel.SUMS)
             for split in self.batch.splits:
                 self._find_b(split, check=True)
@@ -192,7 +192,8 @@ def again(
 _HERE: AbstractContextManager[Any] = nullcontext()
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """The device that kernels are launched on."""
     index = device.index  # None on a CPU, where Triton is interpreted
     here = index is None or index == torch.cuda.current_device()
     return _HERE if here else torch.cuda.device(device)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from wngrad.optim.fused.cuda import on
 from wngrad.optim.fused.products import (
     LARGE,
     LARGE_SIDE,
@@ -27,6 +28,7 @@ from wngrad.optim.fused.tables import Table
 from wngrad.optim.matrices import Layout
 
 _NO_FLAGS = {"SCALE": False, "FOUND": False}
+_LARGEST = 2**30  # elements of a parameter: kernels count them in 32 bits, padding included
 _AT_ONCE = 2**26  # elements of large matrices: enough for the GPU, and little memory
 
 
@@ -84,7 +86,9 @@ class Source(NamedTuple):
 
 def fits(p: Tensor, g: Tensor, m: Tensor, layout: Layout) -> bool:
     """Whether its matrices lie in memory row after row, in all three tensors alike."""
-    if layout.kind == "transposed" or not p.numel() or {g.stride(), m.stride()} != {p.stride()}:
+    if layout.kind == "transposed" or not 0 < p.numel() <= _LARGEST:
+        return False
+    if {g.stride(), m.stride()} != {p.stride()}:
         return False
     last = p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last)
     return p.is_contiguous() or (layout.kind == "rows" and last)
@@ -179,8 +183,9 @@ class Stage:
         if scale is not None or found_inf is not None:
             flags = {"SCALE": scale is not None, "FOUND": found_inf is not None}
             launches = self._launches(self._here(scale), self._here(found_inf), flags)
-        for launch in launches:
-            launch()
+        with on(self._sums.device):
+            for launch in launches:
+                launch()
 
     def _here(self, t: Tensor | None) -> Tensor:
         return self._sums if t is None else t.to(self._sums.device, non_blocking=True)
