@@ -121,6 +121,8 @@ def matrices(mesh: Any, places: tuple[Any, ...], dtype: torch.dtype = torch.floa
         for k, (p, q) in enumerate(zip(plain, cut, strict=True)):
             p.grad = drawn(tuple(p.shape), 100 * step + k, dtype)
             p.grad[::3] = 0  # rows without a gradient, which an embedding leaves alone
+            if "role" in options[k]:
+                p.grad[1::3, :-1] = 0  # and rows whose gradient one rank alone has
             q.grad = placed(p.grad, mesh, places)
         for _, opt in pairs:
             opt.step()
@@ -322,6 +324,9 @@ def of_sizes(mesh: Any) -> dict[str, Any]:
 
         powers = [of(x * 2.0**power) for power in (0, 60, -60)]
         extremes = [of(x / x.abs().max() * size) for size in (1e-38, 3e38)]
+        apart = torch.cat([torch.zeros(shape), 1e30 * x])  # nothing of it on ranks 0 and 1
+        p = nn.Parameter(placed(apart, mesh, [Shard(0)]))
+        extremes.append(of(apart, p)[len(x) :])
         results[str(shape)] = orthogonalize(x.double()), powers, extremes
     return results
 
@@ -356,9 +361,10 @@ def in_backward(mesh: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 
 TALL, WIDE, SQUARE = (32, 4), (4, 32), (8, 8)
+EACH = [TALL, WIDE, SQUARE, (12, 4), (8, 4)]  # the last two on either side of R·(n+1) = 2m
 TRAFFIC: dict[str, tuple[int, Any, list[tuple[int, ...]], dict[str, Any]]] = {
-    "one of each": (1, [Shard(0)], [TALL, WIDE, SQUARE], {}),
-    "seven of each": (1, [Shard(0)], [TALL, WIDE, SQUARE] * 7, {}),
+    "one of each": (1, [Shard(0)], EACH, {}),
+    "seven of each": (1, [Shard(0)], EACH * 7, {}),
     "columns": (1, [Shard(1)], [TALL, WIDE, SQUARE], {}),
     "hsdp": (2, [Replicate(), Shard(0)], [TALL, WIDE, SQUARE], {}),
     "experts": (1, [Shard(0)], [(8, 4, 6)], {"layout": ("stack", 1)}),
@@ -441,8 +447,8 @@ def expected(ranks: int, shapes: list[tuple[int, int]], itemsize: int = 4) -> di
 @pytest.mark.parametrize(
     ("name", "shapes"),
     [
-        ("one of each", [TALL, WIDE, SQUARE]),
-        ("seven of each", [TALL, WIDE, SQUARE] * 7),
+        ("one of each", EACH),
+        ("seven of each", EACH * 7),
         ("experts cut", [(4, 6)] * 8),
     ],
 )

@@ -80,7 +80,7 @@ def _mesh_cuts(p: Tensor) -> tuple[_MeshCut, ...]:
     found = tuple(sharded.local(p).shape)
     if found != tuple(stop - start for start, stop in ranges):
         raise ValueError(
-            f"`params` that are orthogonalized must be cut as torch.chunk does, got a part of "
+            f"orthogonalize_sharded: `params` must be cut as torch.chunk does, got a part of "
             f"shape {found} of a parameter of shape {tuple(p.shape)} placed as {p.placements}."  # type: ignore[attr-defined]
         )
     return cuts
