@@ -421,7 +421,9 @@ def test_a_setting_changed_between_steps_is_seen(change):
         both.step(2 * k + 1)
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"hold_1d": True}, {"per": "model"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9, "lr": 0.5}, {"hold_1d": True}, {"per": "model"}]
+)
 def test_blocks_that_have_no_b_yet_start_from_a_number_once_b_init_is_one(options):
     both = Both(WNGrad, [torch.zeros(3, 2), torch.zeros(2)], b_init="gradient", **options)
     for p in both.ours + both.theirs:
@@ -442,7 +444,7 @@ def test_blocks_that_have_no_b_yet_start_from_a_number_once_b_init_is_one(option
             )
             for q, sq in zip(both.theirs, sums, strict=True):
                 held = "hold_1d" in options and q.dim() == 1
-                b = 2.0 if held else 2 + sq / 2
+                b = 2.0 if held else 2 + options.get("lr", 1.0) ** 2 * sq / 2
                 assert torch.allclose(both.plain.state[q]["b"].cpu(), torch.as_tensor(b))
 
 

@@ -72,11 +72,11 @@ def lam_of(conf, found, FOUND: tl.constexpr):
 def next_b(b, sq, lam, c, hold, LATCH: tl.constexpr, RATED: tl.constexpr):
     """b_j ← b_{j-1} + λ²‖u‖²/b_{j-1}, without λ unless RATED, and whether all of it is finite."""
     wide = b.to(tl.float64)
-    if RATED:
-        c = c * lam
     if LATCH:  # b₁ ← C·λ·‖g₁‖ where a row meets its first gradient
         norm = tl.sqrt(sq)
         first = c * norm
+        if RATED:
+            first = first * lam
         wide = tl.where((wide == 0) & (norm >= _FLOOR) & (first >= _FLOOR), first, wide)
     else:  # b₁ is a number, and perhaps was not when the row's state was made
         wide = tl.where(wide == 0, c, wide)
@@ -106,11 +106,12 @@ def coefficient(b, t, lam, log_mu, METHOD: tl.constexpr):
 @triton.jit
 def _unbiased(r, t, log_mu, METHOD: tl.constexpr):
     """Adam's scale·√(1 − β₂ᵗ)/(1 − βᵗ), by which a row's m/√v is multiplied in its step t."""
-    if METHOD != ADAM:
-        return t
-    t, log_beta2 = t.to(tl.float64), real(tl.load(r + LOG_BETA2))
-    factor = tl.sqrt(1 - tl.exp2(t * log_beta2)) / (1 - tl.exp2(t * log_mu))
-    return (real(tl.load(r + SCALE_U)) * factor).to(tl.float32)
+    factor = t
+    if METHOD == ADAM:
+        wide, log_beta2 = t.to(tl.float64), real(tl.load(r + LOG_BETA2))
+        ratio = tl.sqrt(1 - tl.exp2(wide * log_beta2)) / (1 - tl.exp2(wide * log_mu))
+        factor = (real(tl.load(r + SCALE_U)) * ratio).to(tl.float32)
+    return factor
 
 
 @triton.jit
@@ -359,7 +360,8 @@ def _tile(
     p, g, m = tl.load(r + P), tl.load(grads + i), tl.load(r + BUF)
     v, a = tl.load(r + RMS), tl.load(r + AVERAGE)
     kind: tl.constexpr = tl.pointer_type(DTYPE)
-    p, g, m = p.to(kind), g.to(tl.pointer_type(GDTYPE)), m.to(kind)
+    kind_g: tl.constexpr = tl.pointer_type(GDTYPE)
+    p, g, m = p.to(kind), g.to(kind_g), m.to(kind)
     v, a = v.to(kind), a.to(tl.pointer_type(tl.float32))
     if WIDE and COLS > 1:
         length, piece = tl.multiple_of(length, VECTOR), tl.multiple_of(piece, VECTOR)
