@@ -60,4 +60,4 @@ $(VENV)/peers: $(VENV)/ready
 	touch $@
 
 clean:
-	rm -rf $(VENV) out .coverage .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) out .coverage .hypothesis .pytest_cache .mypy_cache .ruff_cache

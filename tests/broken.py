@@ -5,6 +5,7 @@ Each is `Plain`, which passes every probe, with one thing wrong.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -365,6 +366,47 @@ class PrintsForEver(Plain):
             os.write(1, b"x" * (1 << 20))
 
 
+class StopsTheWatcher(Plain):
+    def update(self, p, g, lr):
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(1000)
+
+
+class Forges(Plain):
+    def update(self, p, g, lr):
+        for descriptor in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(descriptor, b'{"status": "pass", "detail": "", "usage": ""}\n')
+        os._exit(0)
+
+
+class Hoards(Plain):
+    def update(self, p, g, lr):
+        self.hoard = [torch.empty(1 << 30, dtype=torch.uint8) for _ in range(16)]
+
+
+class SpeaksInSurrogates(Plain):
+    def update(self, p, g, lr):
+        raise ValueError("half a character: \ud83d")
+
+
+class Multiplies(Plain):
+    """Leaves processes, each in a session of its own, whose numbers it writes down."""
+
+    def update(self, p, g, lr):
+        for _ in range(3):
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    with open(os.environ["WNGRAD_TEST_CHILDREN"], "a") as file:
+                        file.write(f"{os.getpid()}\n")
+                    time.sleep(1000)
+                os._exit(0)
+            os.wait()
+        time.sleep(0.5)
+        super().update(p, g, lr)
+
+
 MISBEHAVED = {
     "no_such_module:Nothing": "cannot be imported: ModuleNotFoundError",
     "broken:Nothing": "cannot be imported: AttributeError",
@@ -375,4 +417,7 @@ MISBEHAVED = {
     "broken:Killed": "its process was killed by SIGKILL",
     "broken:KillsTheWatcher": "killed the process that watches",
     "broken:PrintsForEver": "File too large",
+    "broken:Forges": "its process ended by itself, with exit code 0",
+    "broken:Hoards": "can't allocate memory",
+    "broken:SpeaksInSurrogates": "half a character: \\ud83d",
 }

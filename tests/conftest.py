@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
+import platform
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -27,6 +29,25 @@ if not torch.cuda.is_available():
 
 import wngrad
 from wngrad import WNAdam, WNGrad, WNMuon
+
+
+def _compiled_for() -> str:
+    """A name for this machine's instruction set, on which alone a compiled program runs."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.is_file() else platform.platform()
+    flags = next((line for line in text.splitlines() if line.startswith("flags")), text)
+    return hashlib.sha256(flags.encode()).hexdigest()[:16]
+
+
+# Most of the time of JAX's tests is XLA's, which compiles a thousand small programs: in a hurry,
+# and each of them once for all workers and processes.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(Path(__file__).parents[1] / ".pytest_cache" / "jax" / _compiled_for()),
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 settings.register_profile(
     "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

@@ -31,7 +31,7 @@ import torch
 import torch._dynamo  # which every fork would load at its first step
 
 import small_lab
-from wngrad.lab.run import supervisor, worker
+from wngrad.lab.run import files, supervisor, worker
 from wngrad.lab.run.pool import SIGNALS
 from wngrad.lab.run.session import Session
 from wngrad.lab.run.store import Store
@@ -71,6 +71,17 @@ def ended(pid: int, seconds: float) -> int | None:
         if time.monotonic() > until:
             return None
         time.sleep(0.001)
+
+
+def gone(out: Path, seconds: float = 60.0) -> None:
+    """Wait for workers that were killed with their supervisor, and may not have noticed yet."""
+    until = time.monotonic() + seconds
+    for path in (out / "locks").glob("*"):
+        free = False
+        while not free and time.monotonic() < until:
+            with files.lock(path, wait=False) as free:
+                pass
+            time.sleep(0 if free else 0.001)
 
 
 class ForkedProcess(supervisor._Process):
@@ -216,6 +227,7 @@ class Interruptions:
             if status is None:
                 os.killpg(pid, signal.SIGKILL)
                 status = ended(pid, LONG)
+        gone(out)
         self.fails(status not in (0, -signal.SIGKILL), f"ended with {status}")
         return status
 

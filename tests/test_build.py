@@ -43,9 +43,9 @@ def reason():
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The library, built once."""
+    """The library, built once, and in a hurry."""
     path = tmp_path_factory.mktemp("build") / "libkernels.so"
-    assert hatch_build.build(path) is None
+    assert hatch_build.build(path, "-O0") is None
     return path
 
 

@@ -15,7 +15,7 @@ from wngrad import conformance
 from wngrad.conformance import PROBES, Failed, NotApplicable, check, light_probes
 from wngrad.conformance.__main__ import main
 from wngrad.conformance.peers import EVERYONE, PROFILES, Profile
-from wngrad.conformance.runner import Outcome, judged, run_probes
+from wngrad.conformance.runner import Outcome, Warm, judged, run_probes
 from wngrad.conformance.table import BEGIN, END, Row, markdown, parse, record, show
 
 ROOT = Path(__file__).parents[1]
@@ -158,6 +158,35 @@ def test_misbehaviour_is_a_row_that_says_so_and_the_next_row_is_unharmed(target)
     assert second.status == "not run"
     (after,) = run_probes("broken:Plain", None, ["made"])
     assert after.status == "pass"
+
+
+def test_an_optimizer_that_stops_its_watcher_is_a_row_too():
+    warm = Warm()
+    outcome = warm.run("broken:StopsTheWatcher", None, "made", seconds=5, margin=1)
+    assert (outcome.status, outcome.detail) == (
+        "fail",
+        "it stopped the process that watches the probe",
+    )
+    assert warm.run("broken:Plain", None, "made", 60).status == "pass"
+    warm.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_processes_in_sessions_of_their_own_do_not_outlive_their_probe(tmp_path, monkeypatch):
+    file = tmp_path / "children"
+    monkeypatch.setenv("WNGRAD_TEST_CHILDREN", str(file))
+    warm = Warm()
+    assert warm.run("broken:Multiplies", None, "made", 60).status == "pass"
+    left = [int(line) for line in file.read_text().split()]
+    assert len(left) >= 3
+    assert [pid for pid in left if Path(f"/proc/{pid}").exists()] == []
+    warm.close()
+
+
+def test_a_table_with_odd_characters_can_be_written(tmp_path, capsys):
+    path = tmp_path / "outcomes.json"
+    assert main(["broken:SpeaksInSurrogates", "--only=made", f"--json={path}"]) == 1
+    assert "half a character" in path.read_text()
 
 
 def test_what_an_optimizer_prints_is_kept_from_the_terminal(capfd):

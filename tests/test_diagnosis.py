@@ -14,6 +14,7 @@ from torch import nn
 
 from conftest import from_the_docs, network, train
 from wngrad import WNAdam, WNGrad, neuron_groups
+from wngrad.optim.hints import SmallRateWarning
 from wngrad.optim.loss_trend import trend, verdict
 
 SICK = ("the median hides", "nothing has been learned", "stuck", "rises", "too large", "not finite")
@@ -257,3 +258,45 @@ def test_what_is_not_a_loss_is_refused(losses, error, words):
     opt = WNGrad([nn.Parameter(torch.ones(2))])
     with pytest.raises(error, match=f"WNGrad: .*{words}"):
         opt.diagnose(losses)
+
+
+# ------------------------------------------------------------------ a hint, given once
+
+
+def small_steps(count, make=WNGrad, lr=0.001, **options):
+    p = nn.Parameter(torch.ones(4, 3))
+    opt = make([p], lr=lr, **options)
+    for _ in range(count):
+        p.grad = torch.full((4, 3), 0.1)
+        opt.step()
+    return opt
+
+
+@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("lr", [0.01, 0.001, torch.tensor(0.001)])
+def test_a_rate_so_small_that_b_has_nothing_to_do_is_noticed_once(make, fused, lr):
+    small_steps(100, make, lr, fused=fused)  # not yet
+    with pytest.warns(SmallRateWarning, match=r"`lr` = 0.0.*start from lr=1.0") as warned:
+        small_steps(300, make, lr, fused=fused)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"lr": 1.0}, {"lr": 0.1}, {"lr": 0.0}, {"b_init": "gradient"}, {"b_init": 1e-3}],
+    ids=str,
+)
+def test_no_hint_where_the_rate_is_not_small_or_b_grows(options):
+    small_steps(150, **options)  # A warning would be an error.
+
+
+def test_no_hint_in_a_warm_up():
+    p = nn.Parameter(torch.ones(4, 3))
+    opt = WNGrad([p])
+    warm_up = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: step / 1e5)
+    for _ in range(150):
+        p.grad = torch.full((4, 3), 0.1)
+        opt.step()
+        warm_up.step()

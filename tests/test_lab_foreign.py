@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,10 @@ from typing import Any
 import pytest
 
 from small_lab import LANE, ONE, PACK, contents, half_done, visit
+from wngrad.lab.report import builder
+from wngrad.lab.report.results import Results
 from wngrad.lab.run import files, places
-from wngrad.lab.run.store import Mismatch, Store
+from wngrad.lab.run.store import Mismatch, Store, exported
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -197,3 +202,125 @@ def test_locks_that_another_user_made_are_refused(tmp_path, monkeypatch, what):
         locks.touch()
     with pytest.raises(PermissionError, match=r"must be a folder of your own, .*TMPDIR"):
         place.lock(folder / "x", wait=False)
+
+
+# ---------------------------------------------------------------- records
+
+
+def spoiled_record(plain: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    plain = json.loads(json.dumps(plain))
+    spots: list[tuple[Any, Any]] = [(plain, key) for key in plain]
+    for name in ("curves", "settings", "environment", "start"):
+        spots += [(plain[name], key) for key in plain[name]]
+    spots += [(curve, k) for curve in plain["curves"].values() for k in range(len(curve))]
+    holder, key = draw.choice(spots)
+    if draw.random() < 0.2 and isinstance(holder, dict):
+        del holder[key]
+    else:
+        holder[key] = draw.choice(JUNK)
+    return plain
+
+
+def hostile_records(tmp_path: Path, count: int) -> None:
+    """Of each, the folder's and the exported file's reports are written or refused in a line."""
+    out = tmp_path / "out"
+    visit(out)
+    path, draw = out / f"records/{LANE.name}.json", random.Random(17)
+    good, damaged = sealed(path), 0
+    for _ in range(count):
+        path.write_bytes(files.seal_json(spoiled_record(good, draw)))
+        line = path.read_bytes()
+        warned: list[str] = []
+        records = Store(out, warn=warned.append).records()
+        builder.build(Results(ONE, records)).markdown()
+        assert len(records) + len(warned) == 2
+        assert not any("\n" in text for text in warned)
+        assert all(f"{path} " in text for text in warned)
+        damaged += len(warned)
+        for aside in path.parent.glob("*.damaged-*"):
+            aside.unlink()
+        (tmp_path / "exported.jsonl").write_bytes(line)
+        with suppress(files.Damaged):
+            exported(tmp_path / "exported.jsonl")
+    assert damaged > count / 3
+
+
+def test_no_hostile_record_ends_in_a_traceback(tmp_path):
+    hostile_records(tmp_path, 150)
+
+
+@pytest.mark.faults
+def test_no_hostile_record_of_a_thousand_ends_in_a_traceback(tmp_path):
+    hostile_records(tmp_path, 1000)
+
+
+def test_a_whole_record_that_is_none_of_ours_is_set_aside_and_made_again(tmp_path, whole):
+    for plain in ({}, {"hello": 1}, {"optimizer": "sgd", "lam": 0.1, "seed": 0, "status": "done"}):
+        out = tmp_path / str(len(plain))
+        visit(out)
+        path = out / f"records/{LANE.name}.json"
+        path.write_bytes(files.seal_json(plain))
+        told = visit(out)
+        assert any("is no record of a lane: `" in str(event) for event in told)
+        assert {k: v for k, v in contents(out).items() if ".damaged-" not in k} == whole
+
+
+def test_a_record_under_another_lanes_name_is_set_aside(tmp_path, whole):
+    visit(tmp_path)
+    one, other = (tmp_path / f"records/{lane.name}.json" for lane in PACK.lanes)
+    one.write_bytes(other.read_bytes())
+    told = visit(tmp_path)
+    assert any("is the record of another lane" in str(event) for event in told)
+    assert {k: v for k, v in contents(tmp_path).items() if ".damaged-" not in k} == whole
+
+
+@pytest.mark.parametrize("name", ["report.html", "figure.png", "figure.svg", "summary.md"])
+def test_a_full_disk_names_the_file_of_a_report_and_leaves_the_old_one_whole(
+    tmp_path, monkeypatch, name
+):
+    visit(tmp_path)
+    records = Store(tmp_path).records()
+    builder.write(ONE, records, tmp_path)
+    before, real = contents(tmp_path), os.write
+    new = files.beside(tmp_path / name)
+
+    def full(descriptor: int, data: Any) -> int:
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")) == new:
+            real(descriptor, data[:10])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match=f"{tmp_path / name} could not be written: No space left"):
+        builder.write(ONE, records, tmp_path)
+    after = contents(tmp_path)
+    assert after.keys() == before.keys()  # nothing half-written lies about
+    assert after[name] == before[name]
+
+
+# ---------------------------------------------------------------- processes that stay
+
+
+FORKS = """
+import os, sys
+from pathlib import Path
+from wngrad.lab.run import files
+
+path = Path(sys.argv[1])
+read, write = os.pipe()
+with files.lock(path, wait=False):
+    if (child := os.fork()) == 0:
+        os.read(read, 1)
+        os._exit(0)
+with files.lock(path, wait=False) as claimed:
+    print("claimed" if claimed else "held")
+os.write(write, b".")
+os.waitpid(child, 0)
+"""
+
+
+def test_a_forked_process_holds_no_lock_of_its_parent(tmp_path):
+    """In a process without threads, which a process that forks should not have."""
+    command = [sys.executable, "-c", FORKS, str(tmp_path / "lock")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "claimed\n", done.stderr

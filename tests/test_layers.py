@@ -17,9 +17,10 @@ ROOMS = {  # a package or module, and what of wngrad it may import beside itself
     "wngrad.transforms": {"wngrad.rule"},
     "wngrad.batch": {"wngrad.rule"},
     "wngrad.lab.optimizers": {"wngrad.rule"},
+    "wngrad.lab.atomic": set[str](),
     "wngrad.lab.train": {"wngrad.rule", "wngrad.optim", "wngrad.batch", "wngrad.lab.optimizers"},
-    "wngrad.lab.run": {"wngrad.lab.train", "wngrad.lab.optimizers"},
-    "wngrad.lab.report": {"wngrad.lab.train", "wngrad.lab.optimizers"},
+    "wngrad.lab.run": {"wngrad.lab.train", "wngrad.lab.optimizers", "wngrad.lab.atomic"},
+    "wngrad.lab.report": {"wngrad.lab.train", "wngrad.lab.optimizers", "wngrad.lab.atomic"},
     "wngrad.lab.recipes": {"wngrad.lab.train", "wngrad.lab.run", "wngrad.lab.report"},
     "wngrad.lab.sweep": {
         "wngrad.lab.train",

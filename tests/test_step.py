@@ -255,3 +255,54 @@ def test_a_parameter_that_lies_on_itself_is_left_to_torch_which_refuses_it():
     p.grad = torch.ones(2, 3)
     with pytest.raises(RuntimeError, match="single memory location"):
         WNGrad([p]).step()
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+def test_a_parameter_with_the_negative_bit_steps_like_any_other(make, dtype, fused):
+    p, q = (
+        nn.Parameter(torch._neg_view(-torch.ones(2, 3, dtype=dtype))),
+        nn.Parameter(torch.ones(2, 3, dtype=dtype)),
+    )
+    assert p.is_neg()
+    for _ in range(2):
+        for x in (p, q):
+            x.grad = torch.full((2, 3), 0.5, dtype=dtype)
+    one, other = make([p], fused=fused), make([q], fused=fused)
+    for _ in range(2):
+        one.step()
+        other.step()
+    assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}, {"momentum": 0.5}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_parameters_on_one_storage_take_each_others_steps(dtype, options):
+    """As with torch's optimizers, also where new values are made apart and then stored."""
+    p, q, *others = (nn.Parameter(torch.ones(2, 3, dtype=dtype)) for _ in range(4))
+    q.data = p.data
+    opt = WNGrad([p, q, *others], fused=False, **options)
+    for x in (p, q, *others):
+        x.grad = torch.full((2, 3), 0.5, dtype=dtype)
+    p.grad[0, 0] = torch.nan if options == {"nonfinite": "skip"} else 0.5
+    opt.step()
+    moved = 1 - others[0].detach().float()
+    both = torch.full((2, 1), 2.0)
+    if options == {"nonfinite": "skip"}:
+        both[0] = 1.0
+    torch.testing.assert_close(1 - p.detach().float(), both * moved, rtol=0.02, atol=0)
+    assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("compiling", [False, True])
+def test_a_b_init_set_as_a_word_before_the_first_step_is_taken(fused, compiling, monkeypatch):
+    p, q = (nn.Parameter(torch.ones(2, 3)) for _ in range(2))
+    one, other = WNGrad([p], fused=fused), WNGrad([q], fused=fused, b_init="gradient")
+    one.param_groups[0]["b_init"] = "gradient"
+    for x, opt in ((p, one), (q, other)):
+        x.grad = torch.ones(2, 3)
+        (torch.compile(opt.step, backend="eager") if compiling else opt.step)()
+    assert torch.equal(p, q)
+    assert "b lies between" in one.diagnose()[0]

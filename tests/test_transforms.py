@@ -177,6 +177,16 @@ def test_optax_follows_the_golden_trajectories(x64, shape):
     assert cases == 36
 
 
+@pytest.fixture
+def optimized():
+    """Programs compiled as users have them: for tests that count units in the last place."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("rule", golden.RULES)
 @pytest.mark.parametrize(("per", "b_init"), [("neuron", 1.0), ("tensor", "gradient")])
 def test_torch_and_optax_agree_step_by_step_in_float32(rule, per, b_init):

@@ -11,6 +11,7 @@ from torch import nn
 
 from conftest import backward, network, same, train
 from wngrad import WNMuon, matrix_groups, step_in_backward
+from wngrad.optim.directions import Adam
 from wngrad.polynomials import COEFFICIENTS, LARGEST
 
 RHO, C, ETA, MU, DECAY = 0.3, 10.0, 8.0, 0.9, 0.1
@@ -255,3 +256,12 @@ def test_a_step_in_backward_is_the_same_step():
 def test_bad_settings_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         WNMuon([{"params": [nn.Parameter(torch.ones(2, 2))], **options}])
+
+
+@pytest.mark.parametrize("beta", [0.9, 0.999, 0.99999])
+def test_adams_first_direction_is_the_sign_of_the_gradient(beta):
+    """1 − βᵗ in float32 is off by 1.3e-5 at β = 0.999, by 1.4e-3 at 0.99999."""
+    g = torch.tensor([3.0, -0.1])
+    zeros = {"m": [torch.zeros(2)], "rms": [torch.zeros(2)]}
+    (u,), _ = Adam(1.0, beta).propose([g], zeros, [torch.zeros(())])
+    torch.testing.assert_close(u, g.sign(), rtol=3e-6, atol=0)

@@ -14,6 +14,7 @@ except ImportError:  # pragma: no cover
 import wngrad
 from wngrad.cli import certify, moved, report, run, sweep
 from wngrad.cli.list import list_
+from wngrad.cli.messages import warn
 
 app = typer.Typer(
     add_completion=False,
@@ -48,4 +49,17 @@ moved.add(app)
 
 
 def main() -> None:
-    app(prog_name="wngrad")
+    try:
+        app(prog_name="wngrad")
+    except SystemExit as end:
+        if "wngrad.lab.run" in sys.modules:
+            leave(end)
+        raise
+
+
+def leave(end: SystemExit) -> None:
+    """End without what a task has left here, for which Python would wait."""
+    from wngrad.lab.run import leftovers
+
+    leftovers.stop_processes(warn)
+    leftovers.leave_threads(end.code if isinstance(end.code, int) else 1, warn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -48,6 +49,7 @@ def sweep(
     from wngrad.lab import sweep as sweeps
     from wngrad.lab.run.job import Job
 
+    here = os.getcwd()
     try:
         grid = _numbers("lam", lam) if lam else sweeps.grid(lam_from, lam_to, per_decade)
         plan = sweeps.plan(
@@ -62,6 +64,8 @@ def sweep(
         )
     except ValueError as error:
         fail(str(error))
+    finally:
+        os.chdir(here)  # the task has been called, and may have gone elsewhere
     usual = Path("out") / sweeps.folder(plan.sweep.name)
     for line in plan.how:
         print(line)

@@ -293,7 +293,7 @@ def _values(own: Own) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
 
 
 def _now(owner: str, group: dict[str, Any], own: Own, values: tuple[Any, ...]) -> Settings:
-    if not _PLAIN.issuperset(map(type, values)):
+    if isinstance(group["b_init"], str) or not _PLAIN.issuperset(map(type, values)):
         for name, check in (*_CHECKS.items(), *own):
             # `per` stays a list of shapes, and a tensor what it is.
             if name != "per" and not isinstance(group[name], Tensor):

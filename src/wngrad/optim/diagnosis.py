@@ -53,6 +53,15 @@ def diagnose(opt: Optimizer, losses: Iterable[float | Tensor] | None) -> list[st
     return [loss_trend.verdict(type(opt).__name__, losses, classes), *lines]
 
 
+def is_still(opt: Optimizer, group: dict[str, Any], limit: float) -> bool:
+    """Whether half of the b of a group that started from a number have grown less than so far."""
+    params = _parameters(opt, group)
+    if isinstance(group["b_init"], (str, tuple)) or not params:
+        return False
+    growth = torch.cat([each.b.double() for each in params]) / group["b_init"]
+    return bool(growth.numel() > 0 and growth.nanmedian().item() < limit)
+
+
 def _findings(opt: Optimizer, group: dict[str, Any]) -> list[str]:
     params = _parameters(opt, group)
     b = torch.cat([each.b.double() for each in params]) if params else torch.empty(0)
@@ -70,7 +79,7 @@ def _findings(opt: Optimizer, group: dict[str, Any]) -> list[str]:
     if skips := report.skips_of(opt, group):
         clauses.append(f"{skips} blocks with gradients that were not finite have been skipped")
     b = b[b.isfinite() & (b > 0)]
-    if b.numel() and isinstance(group["b_init"], tuple):
+    if b.numel() and isinstance(group["b_init"], (str, tuple)):
         clauses.append(f"b lies between {b.min():.3g} and {b.max():.3g} after {steps} steps")
     elif b.numel():
         clauses += _growth(group, params, b / group["b_init"], steps)

@@ -71,8 +71,16 @@ div_ = _over_lists("div_")  # x ← x/y
 add_ = _over_lists("add_")  # x ← x + alpha·y
 addcmul_ = _over_lists("addcmul_")  # x ← x + value·y·z
 addcdiv_ = _over_lists("addcdiv_")  # x ← x + value·y/z
-copy_ = _over_lists("copy_")  # x ← y
+_copy = _over_lists("copy_")
 lerp_ = _over_lists("lerp_")  # x ← x + w·(y − x)
+
+
+def copy_(tensors: Tensors, new: list[Tensor]) -> None:
+    """x ← y, in x's type."""
+    if not torch.compiler.is_compiling() and any(t.is_neg() for t in tensors):
+        # torch 2.13 loses the negative bit of a float16 tensor to which it copies a float32 one.
+        new = [x.to(t.dtype) for t, x in zip(tensors, new, strict=True)]
+    _copy(tensors, new)
 
 
 def lerp(start: list[Tensor], end: list[Tensor], weight: float) -> list[Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import Tensor
 
 
@@ -15,6 +17,15 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether one begins before the other has ended."""
     first, second = a.data_ptr(), b.data_ptr()
     return first < second + extent(b) and second < first + extent(a)
+
+
+def any_overlap(tensors: list[Tensor]) -> bool:
+    """Whether any of them begins before another has ended; False of what has no memory."""
+    try:
+        spans = sorted((t.data_ptr(), t.data_ptr() + extent(t)) for t in tensors if t.numel())
+    except RuntimeError:
+        return False
+    return any(end > start for (_, end), (start, _) in pairwise(spans))
 
 
 def overlap_in_part(a: Tensor, b: Tensor) -> bool:

@@ -6,7 +6,7 @@ expression for all their blocks, put end to end; the move one operation over a l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wngrad import rule
 from wngrad.guard import guarded_b
-from wngrad.optim import average, blocks, lists
+from wngrad.optim import average, blocks, lists, memory
 from wngrad.optim.directions import Buffers
 from wngrad.optim.rounding import rounded
 from wngrad.optim.views import SharedBlocks, View
@@ -71,6 +71,10 @@ class _Move:
     live: list[Tensor] | None  # blocks that take this step; None for all of them
     t: list[Tensor] | None  # the new t, where blocks are counted
 
+    def part(self, start: int, stop: int) -> _Move:
+        lists = (self.items, self.b, self.rates, self.live, self.t)
+        return _Move(*(None if each is None else each[start:stop] for each in lists))  # type: ignore[arg-type]
+
 
 class Kind:
     """Views whose blocks the rule settles at once, and that move by the same operations."""
@@ -107,7 +111,7 @@ class Kind:
             None if live is None else self._split(live),
             None if t is None else self._split(t),
         )
-        for part in [each] if self._bounded else _parts(each):
+        for part in self._in_turn(each):
             self._move(part)
         self._store(split_b if b is self._new else self._split(self._new), each.t)
         for item in self._items:
@@ -182,12 +186,23 @@ class Kind:
 
     # ------------------------------------------------------------------------ over lists
 
+    def _in_turn(self, move: _Move) -> Iterable[_Move]:
+        """Parts of the move, each of which reads what those before it have written."""
+        apart = not self._traced and len(move.items) > 1 and self._copies(move)
+        if apart and memory.any_overlap([item.view.p for item in move.items]):
+            return (move.part(k, k + 1) for k in range(len(move.items)))
+        return [move] if self._bounded else _parts(move)
+
+    def _copies(self, move: _Move) -> bool:
+        """Whether the new values are made apart, and then stored."""
+        views = [item.view for item in move.items]
+        dtypes = {views[0].p.dtype, *(each.dtype for v in views for each in v.buffers.values())}
+        return self.settings.differentiable or move.live is not None or not dtypes <= IN_PLACE
+
     def _move(self, move: _Move) -> None:
         """x_j ← x_{j-1} − λ·factor·d, in place where that is possible."""
         settings, lam, views = self.settings, self._lam, [item.view for item in move.items]
-        names = tuple(views[0].buffers)
-        wide = {views[0].p.dtype, *(v.buffers[n].dtype for n in names for v in views)} <= IN_PLACE
-        copied = settings.differentiable or move.live is not None or not wide
+        names, copied = tuple(views[0].buffers), self._copies(move)
         x = [working(view.p, copy=copied) for view in views]
         buffers = {n: [working(view.buffers[n], copy=copied) for view in views] for n in names}
         u = [gradient(item.unit, item.view) if item.u is None else item.u for item in move.items]
@@ -266,8 +281,7 @@ def _parts(move: _Move) -> Iterator[_Move]:
     start, room = 0, 0.0
     for stop, size in enumerate([*sizes, 2.0]):
         if stop > start and room + size > 1:
-            lists = (move.items, move.b, move.rates, move.live, move.t)
-            yield _Move(*(None if each is None else each[start:stop] for each in lists))  # type: ignore[arg-type]
+            yield move.part(start, stop)
             start, room = stop, 0.0
         room += size
 

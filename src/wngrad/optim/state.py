@@ -73,7 +73,7 @@ def make(group: Group, p: Tensor, state: dict[str, Tensor], keys: dict[str, bloc
     for key in keys.keys() - state.keys():
         if key == "b":
             # 0 stands for "not yet": the first gradient will set it.
-            first = 0.0 if isinstance(group["b_init"], tuple) else group["b_init"]
+            first = 0.0 if isinstance(group["b_init"], (str, tuple)) else group["b_init"]
             state[key] = sharded.filled(p, shape, first, dtype, one=one)
         elif key == "t" and keys[key] == ():
             state[key] = torch.zeros((), dtype=torch.float32, device=p.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from wngrad.lab import atomic
 from wngrad.lab.report import figures, page
 from wngrad.lab.report.base import Report
 from wngrad.lab.report.paper import PaperReport
@@ -40,12 +41,13 @@ def write(
 
     Raises:
         ValueError: no record belongs to the sweep.
+        OSError: a file could not be written; it is named, and what was there before is whole.
     """
     report = build(Results(sweep, records), notes, recipe)
     out.mkdir(parents=True, exist_ok=True)
     names = ("report.html", "figure.png", "figure.svg", "summary.md")
     html, png, svg, summary = (out / name for name in names)
-    html.write_text(page.render(report), encoding="utf-8")
+    atomic.write(html, page.render(report).encode())
     figures.write(report, [png, svg])
-    summary.write_text(report.markdown(), encoding="utf-8")
+    atomic.write(summary, report.markdown().encode())
     return [html, png, svg, summary]

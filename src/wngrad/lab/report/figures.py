@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import textwrap
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from wngrad.lab import atomic
 from wngrad.lab.optimizers import OPTIMIZERS, SPARE_STYLES, Style
 from wngrad.lab.report.base import Axis, Report
 from wngrad.lab.report.cells import Cell, label, lam_text
@@ -43,7 +45,9 @@ def write(report: Report, paths: Sequence[Path]) -> None:
         fig = draw(report)
         for path in paths:
             undated = {"Date": None} if path.suffix == ".svg" else None
-            fig.savefig(path, dpi=140, metadata=undated)
+            drawn, kind = io.BytesIO(), path.suffix[1:]
+            fig.savefig(drawn, format=kind, dpi=140, metadata=undated)
+            atomic.write(path, drawn.getvalue())
 
 
 def draw(report: Report) -> Any:

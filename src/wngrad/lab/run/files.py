@@ -1,4 +1,4 @@
-"""Atomic files with checksums: written beside, synced, renamed; each is whole or not there.
+"""The files of a store on this machine's disk: sealed by checksums, and locks.
 
 A sealed file that was cut, or in which one bit has changed, is not read but reported as `Damaged`.
 Nothing is unpickled before its checksum is right, and then only as plain data and tensors.
@@ -17,77 +17,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from wngrad.lab import atomic
+from wngrad.lab.atomic import append as append
+from wngrad.lab.atomic import beside as beside
+from wngrad.lab.atomic import write as write
+
 _MAGIC = b"wngrad-checkpoint-1\n"
 
 
 class Damaged(ValueError):  # noqa: N818 - a state, and the name callers read
     """A file whose contents are not what was written; the message names it and says why."""
-
-
-def write(path: Path, data: bytes) -> None:
-    """Put `data` at `path`: whatever happens, the old contents or the new, never a mixture.
-
-    Raises:
-        OSError: there is no room, or the folder cannot be written; it names `path`.
-    """
-    new = beside(path)
-    try:
-        if new.is_symlink():  # in a folder from somebody else: it may lead anywhere
-            new.unlink()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        descriptor = os.open(new, flags, 0o666)
-        try:
-            write_all(descriptor, data)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(new, path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        new.unlink(missing_ok=True)
-        raise _unwritten(path, error) from error
-
-
-def beside(path: Path) -> Path:
-    """Where a file is written before it is renamed.
-
-    A short name: one longer than `path` might not be allowed. The same name every time: what a
-    killed process left is overwritten by the next. Writers of one path hold a common lock.
-    """
-    return path.with_name(f".{hashlib.sha256(path.name.encode()).hexdigest()[:16]}")
-
-
-def append(path: Path, line: bytes) -> None:
-    """Add a line in one write: lines of several processes stay whole."""
-    try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-        descriptor = os.open(path, flags, 0o666)
-        try:
-            write_all(descriptor, line)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise _unwritten(path, error) from error
-
-
-def _unwritten(path: Path, error: OSError) -> OSError:
-    return OSError(error.errno, f"{path} could not be written: {error.strerror}")
-
-
-def write_all(descriptor: int, data: bytes) -> None:
-    """Write to a descriptor as often as it takes."""
-    left = memoryview(data)
-    while left:
-        left = left[os.write(descriptor, left) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename last through a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def seal_json(value: dict[str, Any]) -> bytes:
@@ -206,14 +145,30 @@ def lock(path: Path, *, wait: bool) -> Iterator[bool]:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(path, flags, 0o666)
     except OSError as error:
-        raise _unwritten(path, error) from error
+        raise atomic.unwritten(path, error) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         os.close(descriptor)
         yield False
         return
+    _held.add(descriptor)
     try:
         yield True
     finally:
+        _held.discard(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # for copies in forked processes, too
         os.close(descriptor)
+
+
+_held: set[int] = set()  # descriptors of the locks that this process holds
+
+
+def _let_go() -> None:
+    """In a forked process, which would hold its parent's locks for as long as it stays."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)

@@ -7,12 +7,11 @@ against ours, and never joined as they are.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from wngrad.lab.run.files import Damaged
-from wngrad.lab.train.spec import Pack, Setting
+from wngrad.lab.train.spec import Pack, Setting, is_lam, is_seed
 
 _NAME = re.compile(r"pack-[0-9]{4,9}")
 
@@ -67,11 +66,3 @@ def _is_setting(pair: Any) -> bool:
     return (
         isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and is_lam(pair[1])
     )
-
-
-def is_lam(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= sys.float_info.max
-
-
-def is_seed(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63

@@ -102,7 +102,7 @@ class Store:
     def _read_record(self, path: Path) -> Record | None:
         try:
             data = self.place.read(path)
-            return None if data is None else Record.from_json(files.open_json(data, str(path)))
+            return None if data is None else _opened(data, str(path), path.stem)
         except files.Damaged as error:
             self._set_aside(path, error)
             return None
@@ -256,10 +256,19 @@ def exported(path: Path) -> list[Record]:
     if data is None:
         raise FileNotFoundError(f"{path} is not there.")
     lines = data.splitlines(keepends=True)
-    return [
-        Record.from_json(files.open_json(line, f"{path}, line {k}"))
-        for k, line in enumerate(lines, 1)
-    ]
+    return [_opened(line, f"{path}, line {k}") for k, line in enumerate(lines, 1)]
+
+
+def _opened(data: bytes, name: str, lane: str | None = None) -> Record:
+    """The record in a sealed line, of this lane where one is given, or Damaged."""
+    plain = files.open_json(data, name)
+    try:
+        record = Record.from_json(plain)
+    except ValueError as error:  # the checksum is right, but it is none of our records
+        raise files.Damaged(f"{name} is no record of a lane: {error}") from error
+    if lane is not None and record.lane.name != lane:
+        raise files.Damaged(f"{name} is the record of another lane, {str(record.lane)!r}.")
+    return record
 
 
 def _added(sweep: Sweep, planned: Sequence[Pack]) -> list[Pack]:

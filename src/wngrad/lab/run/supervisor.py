@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from wngrad.lab.run.files import write_all
+from wngrad.lab.atomic import write_all
 from wngrad.lab.run.job import Event, Outcome, Tell
 from wngrad.lab.run.job import Job as Job
 from wngrad.lab.run.pool import POLL, SIGNALS, Ended, Pool, Signals, Stopped

@@ -17,7 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wngrad.lab.run.files import write_all
+from wngrad.lab.atomic import write_all
+from wngrad.lab.run import leftovers
 from wngrad.lab.run.job import Event, Job, Tell
 from wngrad.lab.run.pool import SIGNALS
 
@@ -60,13 +61,20 @@ def open_session(job: Job, tell: Tell, stop: Callable[[], bool]) -> Session:
     return Session(
         job.sweep,
         _data(job.sweep.task, job.sweep.dataset, job.data),
-        Store(job.out, warn=lambda text: tell({"kind": "warning", "text": text})),
+        Store(_absolute(job.out), warn=lambda text: tell({"kind": "warning", "text": text})),
         device=device,
         note=job.note,
         save_every=job.save_every,
         tell=tell,
         stop=stop,
     )
+
+
+def _absolute(out: Path | str) -> Path | str:
+    """A folder by its whole name: a run may change the working folder."""
+    from wngrad.lab.run.places import is_address
+
+    return out if is_address(out) else Path(out).absolute()
 
 
 @lru_cache(maxsize=1)  # for a process that has several sessions in turn
@@ -86,6 +94,9 @@ def main(commands: Iterable[str], events: int) -> int:
             write_all(events, (json.dumps(event) + "\n").encode())
         except BrokenPipeError:
             stop.alone = True
+        except OSError as error:  # a run has closed what is not its own
+            _warn(f"the worker can tell nothing more: {error.strerror}.")
+            os._exit(1)
 
     def ended(status: int, how: str, **what: Any) -> int:
         """Told as well: who is hit by a signal as it shuts down has another exit status."""
@@ -118,7 +129,14 @@ def main(commands: Iterable[str], events: int) -> int:
     return 0
 
 
+def _warn(text: str) -> None:
+    print(f"wngrad: {text}", file=sys.stderr, flush=True)
+
+
 if __name__ == "__main__":
     for descriptor in map(int, sys.argv[1:]):
         os.set_inheritable(descriptor, False)  # nor shall what a run starts keep them open
-    sys.exit(main(os.fdopen(int(sys.argv[1])), int(sys.argv[2])))
+    status = main(os.fdopen(int(sys.argv[1])), int(sys.argv[2]))
+    leftovers.stop_processes(_warn)
+    leftovers.leave_threads(status, _warn)
+    sys.exit(status)

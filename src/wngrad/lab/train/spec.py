@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, cast, get_args
 
 # A task's own metric is a score if more of it is better, an error if less.
 Metric = Literal["train_loss", "test_loss", "test_accuracy", "test_score", "test_error"]
@@ -229,6 +230,53 @@ class Record:
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> Record:
+        """What `to_json` gave; a ValueError names the field that is none of ours."""
+        for name, (must, valid) in _FIELDS.items():
+            if not valid(plain.get(name, {} if name == "start" else ...)):
+                got = repr(plain[name])[:60] if name in plain else "nothing"
+                raise ValueError(f"`{name}` must be {must}, got {got}.")
         lane = Lane(plain["optimizer"], plain["lam"], plain["seed"])
         names = ("status", "reason", "diverged_at", "curves", "settings", "environment")
         return cls(lane, **{name: plain[name] for name in names}, start=plain.get("start", {}))
+
+
+def is_lam(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= cast(float, value) <= sys.float_info.max
+
+
+def is_seed(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_value(value: object) -> bool:
+    """Of a curve: a number, or None where it was not finite."""
+    return value is None or (
+        type(value) in (int, float) and abs(cast(float, value)) <= sys.float_info.max
+    )
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_dict(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_curve(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_value, value))
+
+
+# What the fields of a record must be: a file may be whole and still be somebody else's.
+_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "optimizer": ("a name", _is_text),
+    "lam": ("a number >= 0", is_lam),
+    "seed": ("an integer >= 0", is_seed),
+    "status": ("'done' or 'failed'", lambda v: v in ("done", "failed")),
+    "reason": ("a text", _is_text),
+    "diverged_at": ("None or an epoch", lambda v: v is None or (type(v) is int and v > 0)),
+    "curves": ("lists of numbers", lambda v: _is_dict(v) and all(map(_is_curve, v.values()))),
+    "settings": ("a table", _is_dict),
+    "environment": ("a table", _is_dict),
+    "start": ("numbers", lambda v: _is_dict(v) and all(map(_is_value, v.values()))),
+}

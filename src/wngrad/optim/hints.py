@@ -1,0 +1,42 @@
+"""A hint that is given once: λ is so small that b has nothing to do."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from wngrad.optim import diagnosis
+
+AFTER = 100  # steps: enough for b to grow where λ lets it, and one wait for a device is no cost
+_SMALL = 1e-2  # of λ = 1, at which b₁ is the only limit of the first step
+_STILL = 1.1  # b that has grown less than this many times does not limit the rate
+
+
+class SmallRateWarning(UserWarning):
+    """λ is so small that WNGrad is plain gradient descent at that rate."""
+
+
+def small_rate(opt: Optimizer) -> None:
+    """Warn if λ/b has stayed far below 1/b₁, as with the rates that trainers hand over."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return  # It must not wait.
+    for group in opt.param_groups:
+        lam = _largest(group)
+        if 0 < lam <= _SMALL and diagnosis.is_still(opt, group, _STILL):
+            warnings.warn(
+                f"{type(opt).__name__}: in {AFTER} steps at `lr` = {lam:g} b has hardly grown, so "
+                f"that this is plain gradient descent at that rate. b lowers the rate by itself: "
+                f"start from lr=1.0, the default, whatever your trainer's is.",
+                SmallRateWarning,
+                stacklevel=5,
+            )
+            return
+
+
+def _largest(group: dict[str, Any]) -> float:
+    """λ as it is, or as a schedule will have it at most."""
+    names = ("lr", "initial_lr", "max_lr")
+    return max(float(group[name]) for name in names if group.get(name) is not None)
