@@ -7,14 +7,12 @@ and what it therefore cannot claim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from wngrad.batch import bounds
+from wngrad.batch import lemmas
 from wngrad.batch.arrays import kind_of
 from wngrad.batch.result import Status
 from wngrad.batch.updates import UPDATES
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 # What rounding may cost on the way to either side, in units of the run's last place and relative to
 # the numbers that went in: 1e-12 in float64.
 _UNITS = 4500
-# Only a slope above this, after what rounding may have added to it, contradicts L.
-_ALLOWANCE = 1.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +111,6 @@ class Draft:
         )
 
 
-class _Known(NamedTuple):
-    """What the caller knows of f."""
-
-    lipschitz: float
-    f_star: float
-
-    @property
-    def given(self) -> tuple[str, str]:
-        return f"lipschitz={self.lipschitz:g}", f"f_star={self.f_star:g}"
-
-    def gap(self, value: float) -> float:
-        return max(0.0, value - self.f_star)
-
-
 def certify(
     run: Result,
     *,
@@ -179,14 +161,14 @@ def certify(
         missing = " and ".join(name for name, value in unknown.items() if value is None)
         draft.not_claimed.append(f"Lemmas 2.1 to 2.6 and Theorem 2.3: {missing} not given")
         return draft.finish()
-    known = _Known(lipschitz, f_star)
-    _hypotheses(draft, run, known)
+    known = lemmas.Known(lipschitz, f_star)
+    lemmas.hypotheses(draft, run, known)
     if run.method == "constant":
-        _lemma_2_1(draft, run, known)
+        lemmas.lemma_2_1(draft, run, known)
     else:
-        _theorem_2_3(draft, run, known)
-        _lemmas(draft, run, known)
-    _descent_lemma(draft, run, known)
+        lemmas.theorem_2_3(draft, run, known)
+        lemmas.lemmas_2_4_to_2_6(draft, run, known)
+    lemmas.descent_lemma(draft, run, known)
     return draft.finish()
 
 
@@ -268,136 +250,3 @@ def _apart(x: float, y: float) -> float:
     if not (math.isfinite(x) and math.isfinite(y)):
         return math.inf
     return 0.0 if x == y else abs(x - y) / max(abs(x), abs(y))
-
-
-def _hypotheses(draft: Draft, run: Result, known: _Known) -> None:
-    lipschitz, f_star = known
-    draft.assumed += [f"∇f is Lipschitz with L = {lipschitz:g}", f"f ≥ f* = {f_star:g}"]
-    values = [run.start.fun, run.fun] if run.trace is None else run.trace.fun
-    lowest, seen = float(np.nanmin(values)), draft.lipschitz_seen
-    if run.trace is not None and seen > 0:
-        text = f"no slope of ∇f on the run, less rounding, exceeds {_ALLOWANCE}·L ({seen:.6g} seen)"
-        draft.check(text, seen <= _ALLOWANCE * lipschitz)
-    slack = draft.rounding * max(1.0, abs(lowest), abs(f_star))
-    draft.check(f"no f(x_k) lies below f* (lowest {lowest:.6g})", lowest >= f_star - slack)
-
-
-def _lemma_2_1(draft: Draft, run: Result, known: _Known) -> None:
-    delta = known.lipschitz / run.start.b
-    if delta > 1:
-        draft.not_claimed.append(f"Lemma 2.1: the step is {delta:.4g}/L, above 1/L")
-        return
-    numbers = {"lipschitz": known.lipschitz, "gap": known.gap(run.start.fun), "delta": delta}
-    steps = partial(bounds.lemma_2_1_steps, **numbers)
-    smallest = steps(tol=1.0) / (run.nit + 1)
-    _rate_claims(draft, run, f"Lemma 2.1, δ = {delta:.4g}", steps, smallest, known.given)
-
-
-def _theorem_2_3(draft: Draft, run: Result, known: _Known) -> None:
-    case = 1 if run.start.b >= known.lipschitz else 2
-    if case == 2 and not _started_well(draft, run):
-        draft.not_claimed.append("Theorem 2.3, case 2: b₁ < ‖∇f(x₁)‖")
-        return
-    numbers = {**_start(run, known), "gap": known.gap(run.start.fun)}
-    steps = partial(bounds.theorem_2_3_steps, **numbers)
-    smallest = bounds.theorem_2_3_sq_norm(**numbers, points=run.nit + 1)
-    _rate_claims(draft, run, f"Theorem 2.3, case {case}", steps, smallest, known.given)
-
-
-def _start(run: Result, known: _Known) -> dict[str, float]:
-    """The numbers of the start that the bounds are stated in."""
-    norm = math.sqrt(run.start.sq_norm)
-    return {"lipschitz": known.lipschitz, "b1": run.start.b, "grad_norm": norm}
-
-
-def _rate_claims(
-    draft: Draft,
-    run: Result,
-    name: str,
-    steps: Callable[..., float],
-    smallest: float,
-    given: tuple[str, ...],
-) -> None:
-    """A rate, read both ways: how many points to ε, and how small by now."""
-    if run.success and run.tol > 0:
-        most = max(1.0, bounds.ceil(steps(tol=run.tol)))
-        draft.claim(f"{name}: points until ‖∇f‖² ≤ {run.tol:g}", run.nit + 1, most, given)
-    elif run.tol > 0:
-        draft.not_claimed.append(f"{name}: points until ε, since the run ended before it")
-    if math.isfinite(smallest):
-        text = f"{name}: smallest ‖∇f‖² of {run.nit + 1} points"
-        rounding = draft.rounding * max(1.0, run.start.sq_norm)
-        draft.claim(text, run.best, smallest, given, rounding)
-
-
-def _started_well(draft: Draft, run: Result) -> bool:
-    norm = math.sqrt(run.start.sq_norm)
-    text = f"b₁ = {run.start.b:.6g} ≥ ‖∇f(x₁)‖ = {norm:.6g}"
-    good = bounds.well_started(run.start.b, norm)
-    if good and text not in draft.verified:
-        draft.verified.append(text)
-    return good
-
-
-def _lemmas(draft: Draft, run: Result, known: _Known) -> None:
-    """Lemmas 2.4, 2.5 and 2.6."""
-    if run.trace is None:
-        draft.not_claimed.append("Lemmas 2.4, 2.5 and 2.6: no trace was kept (trace=True)")
-        return
-    trace = run.trace
-    _lemma_2_4(draft, run, trace, known)
-    settled = settling(trace, *known)
-    if settled is None:
-        draft.not_claimed.append("Lemmas 2.5 and 2.6: b never reached L")
-        return
-    k0, limit = settled
-    b_last, f_k0 = float(trace.b[-1]), float(trace.fun[k0])
-    rounding = 8 * draft.rounding * max(abs(f_k0), abs(known.f_star), b_last)
-    draft.claim(f"Lemma 2.5: b after k0 = {k0 + 1}", b_last, limit, known.given, rounding)
-    if k0 == 0:
-        return
-    if not _started_well(draft, run):
-        draft.not_claimed.append("Lemma 2.6, and f in Lemma 2.5: b₁ < ‖∇f(x₁)‖")
-        return
-    start, trust = _start(run, known), known.given[:1]
-    f_limit = bounds.lemma_2_5_f(f1=run.start.fun, **start)
-    draft.claim("Lemma 2.5: f(x_{k0})", f_k0, f_limit, trust, rounding)
-    b_limit = bounds.lemma_2_6_b(**start)
-    draft.claim("Lemma 2.6: b_{k0}", float(trace.b[k0]), b_limit, trust, rounding)
-
-
-def settling(trace: Trace, lipschitz: float, f_star: float) -> tuple[int, float] | None:
-    """k0 − 1, where b first reaches L, and Lemma 2.5's limit on b from there."""
-    reached = np.flatnonzero(trace.b >= lipschitz)
-    if reached.size == 0:
-        return None
-    k0 = int(reached[0])
-    gap = max(0.0, float(trace.fun[k0]) - f_star)
-    return k0, bounds.lemma_2_5_b(b_k0=float(trace.b[k0]), gap_k0=gap)
-
-
-def _descent_lemma(draft: Draft, run: Result, known: _Known) -> None:
-    """f(x_{j+1}) ≤ f(x_j) − (1/b_j)(1 − L/(2b_j))‖∇f(x_j)‖², whatever b_j (Lemma A.1)."""
-    if run.trace is None or len(run.trace) < 2:
-        return
-    b, sq, f = run.trace.b[:-1], run.trace.sq_norm[:-1], run.trace.fun
-    bound = f[:-1] - sq / b * (1 - known.lipschitz / (2 * b))
-    over = f[1:] - bound
-    worst = int(over.argmax())
-    scale = max(1.0, float(np.abs(f[worst : worst + 2]).max()), abs(float(bound[worst])))
-    text = f"Lemma A.1: f(x_j) above the descent it must make, at worst (j = {worst + 2})"
-    draft.claim(text, float(over[worst]), 0.0, known.given[:1], draft.rounding * scale)
-
-
-def _lemma_2_4(draft: Draft, run: Result, trace: Trace, known: _Known) -> None:
-    """By point N, b has reached L or some ‖∇f‖² is ≤ ε; ε is the run's smallest ‖∇f‖² but one."""
-    low = float(trace.sq_norm[: max(1, len(trace) - 1)].min())
-    if low <= 0:
-        return
-    # With ε just under everything seen before the end, b must reach L within N points.
-    numbers = {"lipschitz": known.lipschitz, "b1": run.start.b, "tol": low * (1 - 1e-9)}
-    n = bounds.lemma_2_4_points(**numbers)
-    if n <= len(trace) - 1:
-        short = known.lipschitz - float(trace.b[int(n) - 1])
-        rounding = draft.rounding * known.lipschitz
-        draft.claim(f"Lemma 2.4: L − b_N at N = {int(n)}", short, 0.0, known.given[:1], rounding)

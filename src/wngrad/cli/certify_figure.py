@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wngrad.batch import bounds
-from wngrad.batch.certificate import settling
+from wngrad.batch.lemmas import settling
 
 if TYPE_CHECKING:
     from wngrad.batch.result import Result

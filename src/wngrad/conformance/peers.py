@@ -54,7 +54,7 @@ def _of(module: str, names: str) -> tuple[str, ...]:
 # Whom the published table is about. Left out of torch.optim: Muon (takes matrices only) and
 # SparseAdam (takes sparse gradients only).
 EVERYONE = {
-    "wngrad": _of("wngrad", "WNGrad; WNGrad(momentum=0.9); WNAdam"),
+    "wngrad": _of("wngrad", "WNGrad; WNGrad(momentum=0.9); WNAdam; WNMuon"),
     "torch.optim": _of(
         "torch.optim",
         "SGD; SGD(lr=0.1, momentum=0.9); Adam; AdamW; Adagrad; RMSprop; NAdam; RAdam",

@@ -1,9 +1,12 @@
-"""Checks of arguments and settings: each refusal names owner, argument, rule and value."""
+"""Checks of settings: each refusal names owner, argument, rule and value.
+
+Those of parameters and gradients are in `inputs`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from numbers import Real
@@ -11,9 +14,9 @@ from operator import is_, itemgetter
 from typing import Any, Literal, NoReturn, TypedDict, cast, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from wngrad.optim import memory, sharded
+from wngrad.optim import sharded
 from wngrad.optim.blocks import NAMES, Per, Shape, named_shape, resolve
 
 Nonfinite = Literal["propagate", "skip", "raise"]
@@ -21,7 +24,6 @@ BInit = float | Literal["gradient"] | tuple[Literal["gradient"], float]
 Check = Callable[[str, str, object], Any]  # of (owner, name, value): the value as plain data
 
 _MAX_RATE = torch.finfo(torch.float32).max  # x moves in float32, or wider
-_PLAIN_TENSORS = {Tensor, nn.Parameter}
 _B_INIT = '`b_init` must be a number, "gradient" or ("gradient", C)'
 
 
@@ -325,7 +327,7 @@ def _checked(owner: str, own: Own, values: tuple[Any, ...]) -> Settings:
 _cached = lru_cache(maxsize=1024, typed=True)(_checked)
 
 
-# ------------------------------------------------------------------ parameters and gradients
+# ------------------------------------------------------------------------------- refusals
 
 
 _INSTEAD = {  # of arguments that torch's optimizers take
@@ -347,18 +349,6 @@ def refuse_argument(owner: str, name: str, value: object) -> NoReturn:
     raise TypeError(f"{owner}: `{name}` is not an argument, got {value!r}{instead}.")
 
 
-def iterable(owner: str, params: Any) -> None:
-    """Parameters or groups; a model must be asked for its own."""
-    if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
-        kind = type(params).__name__
-        raise TypeError(
-            f"{owner}: `params` must be parameters or groups of them, got a model of class {kind}; "
-            f"use `model.parameters()`."
-        )
-    if not isinstance(params, Iterable):
-        raise TypeError(f"{owner}: `params` must be parameters or groups of them, got {params!r}.")
-
-
 def refuse_nonfinite(owner: str, p: Tensor, count: int) -> NoReturn:
     """`nonfinite="raise"` has met a gradient that it must not step on."""
     raise ValueError(
@@ -375,52 +365,4 @@ def representable(owner: str, start: object, dtype: torch.dtype) -> None:
         raise ValueError(
             f"{owner}: `b_init` must be within {info.tiny:.3g} and {info.max:.3g}, the range of "
             f"{dtype}, got {start!r}."
-        )
-
-
-def listed(owner: str, group: Any) -> Any:
-    """The parameters of a group as a list; a set is left for torch to refuse."""
-    if not isinstance(group, dict):
-        raise TypeError(f"{owner}: `param_group` must be a dict, got {type(group).__name__}.")
-    if "params" not in group:
-        raise ValueError(f"{owner}: `params` must be in every group, got {sorted(group)}.")
-    params = group["params"]
-    if isinstance(params, Tensor):
-        return [params]
-    return params if isinstance(params, set) else list(params)
-
-
-def parameters(owner: str, params: Any) -> list[Tensor]:
-    """The tensors of a group, each of a type that can be trained; torch checks the rest."""
-    tensors = [p[1] if isinstance(p, tuple) and len(p) == 2 else p for p in params]
-    for p in tensors:
-        if not isinstance(p, Tensor):
-            raise TypeError(f"{owner}: `params` must hold tensors, got {p!r}.")
-        if not (p.is_floating_point() or p.is_complex()):
-            raise TypeError(
-                f"{owner}: `params` must be of a floating-point or complex type, got {p.dtype} "
-                f"for a parameter of shape {tuple(p.shape)}."
-            )
-    return tensors
-
-
-def gradient(owner: str, p: Tensor, g: Tensor, *, touches_all: bool) -> None:
-    """A gradient the step can take; checked for all parameters before any of them changes."""
-    if g.shape != p.shape or g.device != p.device:
-        raise ValueError(
-            f"{owner}: `grad` must have the shape and device of its parameter, got "
-            f"{tuple(g.shape)} on {g.device} for a parameter of shape {tuple(p.shape)} on "
-            f"{p.device}."
-        )
-    solid = not torch.compiler.is_compiling() and type(p) in _PLAIN_TENSORS
-    if solid and type(g) is Tensor and not g.is_sparse and memory.overlap_in_part(p, g):
-        raise ValueError(
-            f"{owner}: `grad` must not overlap its parameter in memory, got one that does for a "
-            f"parameter of shape {tuple(p.shape)}; clone it first."
-        )
-    if g.is_sparse and touches_all:
-        raise ValueError(
-            f"{owner}: a sparse `grad` works without `momentum` and `weight_decay` only: both "
-            f"touch every row; got one for a parameter of shape {tuple(p.shape)}. Use WNGrad "
-            f"without them, or a dense gradient."
         )

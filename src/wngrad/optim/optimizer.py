@@ -19,6 +19,7 @@ from wngrad.optim import (
     diagnosis,
     fused,
     hints,
+    inputs,
     report,
     scaling,
     sharded,
@@ -72,7 +73,7 @@ class BlockOptimizer(Optimizer):
             checks.refuse_argument(self._owner, name, settings[name])
         every = {**checks.DEFAULTS, **self.other_defaults, **settings}
         checks.defaults(self._owner, every, self.own_settings)
-        checks.iterable(self._owner, params)
+        inputs.iterable(self._owner, params)
         self._fused_engine = fused.Engine()
         order = ("lr", *own, *checks.DEFAULTS)
         super().__init__(params, {name: every[name] for name in order})
@@ -233,7 +234,7 @@ class BlockOptimizer(Optimizer):
         p, settings = due.p, due.settings
         touches_all = due.direction.touches_all or settings.weight_decay != 0
         touches_all = touches_all or settings.average is not None
-        checks.gradient(self._owner, p, cast(Tensor, p.grad), touches_all=touches_all)
+        inputs.gradient(self._owner, p, cast(Tensor, p.grad), touches_all=touches_all)
         if settings.differentiable and p.is_leaf and p.requires_grad:
             raise ValueError(
                 f"{self._owner}: `differentiable` parameters must not be leaves that require a "
@@ -261,9 +262,9 @@ class BlockOptimizer(Optimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; its settings override the defaults and are checked first."""
-        params = checks.listed(self._owner, param_group)
+        params = inputs.listed(self._owner, param_group)
         group = {**self.defaults, **self._rename(dict(param_group)), "params": params}
-        tensors = checks.parameters(self._owner, params)
+        tensors = inputs.parameters(self._owner, params)
         group |= checks.plain(self._owner, group, self.own_settings)
         group["per"] = blocks.resolve(self._owner, group["per"], tensors)
         shapes = [shape_of({**group, "params": tensors}, i) for i in range(len(tensors))]
