@@ -92,7 +92,7 @@ def test_evaluation_is_at_the_average_where_there_is_one_and_training_goes_on_as
 class Switching(torch.optim.SGD):
     """As schedule-free optimizers: two modes, and other weights in each."""
 
-    mode = "train"
+    mode = "neither"
 
     def eval(self) -> None:
         self._move("eval", 1)
@@ -102,8 +102,8 @@ class Switching(torch.optim.SGD):
 
     @torch.no_grad()
     def _move(self, mode: str, by: float) -> None:
-        if self.mode != mode:
-            self.mode = mode
+        before, self.mode = self.mode, mode
+        if before not in (mode, "neither"):
             for p in self.param_groups[0]["params"]:
                 p += by
 
@@ -112,6 +112,7 @@ def test_evaluation_switches_schedule_free_optimizers_and_finds_batch_statistics
     model = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2))
     trial = Trial(Lane("test_trial:Switching", 0.1, 0), 1)
     opt = trial.optimizer(model)
+    assert opt.mode == "train"  # without which schedule-free ones refuse to step
     model(X)
     mean, frozen = model[1].running_mean.clone(), model[0].train(False)
     with trial.evaluating(model, batches=[X] * 40):
@@ -165,6 +166,19 @@ def test_reports_become_curves_and_step_zero_is_the_start(tmp_path):
         "its function returned",
         "done",
     )
+
+
+def test_a_step_is_timed_without_its_tests_also_if_the_report_is_made_in_one():
+    import time
+
+    trial = Trial(LANE, 3)
+    for step in (1, 2, 3):
+        time.sleep(0.01)
+        with trial.evaluating():
+            time.sleep(0.05)
+            trial.report(step, loss=1.0)
+            time.sleep(0.05)
+    assert 0.005 < trial.step_seconds < 0.05
 
 
 # ---------------------------------------------------------------------- stopped, and going on

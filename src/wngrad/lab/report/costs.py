@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 
@@ -59,7 +58,7 @@ class Log:
 
 
 def read(sessions: Iterable[Mapping[str, Any]]) -> Log:
-    """The costs in the entries of a log: the median over packs, as other work disturbs."""
+    """The costs in the entries of a log: the least time, as other work only adds to it."""
     seconds: dict[str, list[float]] = {}
     memory: dict[str, int] = {}
     stopped, saved = 0, 0.0
@@ -72,7 +71,7 @@ def read(sessions: Iterable[Mapping[str, Any]]) -> Log:
         if entry.get("stopped"):
             stopped, saved = stopped + 1, saved + (_number(entry.get("saved_seconds")) or 0.0)
     names = dict.fromkeys((*seconds, *memory))
-    costs = {n: Cost(median(seconds[n]) if n in seconds else None, memory.get(n)) for n in names}
+    costs = {n: Cost(min(seconds[n]) if n in seconds else None, memory.get(n)) for n in names}
     return Log(costs, stopped, saved)
 
 

@@ -115,7 +115,7 @@ class TaskReport(Report):
             "decades are those around the optimizer's best λ, with Student's "
             f"{100 * LEVEL:g} % interval over the seeds; ≥: they reach an end of the grid. "
             "Recommended: the geometric middle of the usable range; –: no λ is usable. Step: the "
-            "wall time of a training step of one run alone. State: what the optimizer keeps beside "
+            "least wall time of a training step of one run alone. State: what the optimizer keeps beside "
             "the parameters."
         )
 

@@ -13,9 +13,11 @@ from wngrad.lab.optimizers import OPTIMIZERS, SWEPT
 from wngrad.lab.report import builder, costs
 from wngrad.lab.report.results import Results
 from wngrad.lab.report.summary import Summary, summarize
+from wngrad.lab.run.job import Job
 from wngrad.lab.run.places import is_address
 from wngrad.lab.run.stop_rules import WORDS
 from wngrad.lab.run.store import Store
+from wngrad.lab.run.worker import open_session
 from wngrad.lab.sweep import page_source
 from wngrad.lab.sweep.page_source import PageSource
 from wngrad.lab.sweep.task_checks import checked as checked
@@ -155,36 +157,62 @@ def folder(task: str) -> str:
     return re.sub(r"[^\w.-]+", "-", task).strip("-.") or "task"
 
 
+def run(plan: Plan, home: Path | str, device: str = "cpu") -> Results:
+    """Train what a folder lacks of a sweep, in this process, and read all that is there.
+
+    For programs that choose λ by themselves, as a study of Optuna does; `wngrad sweep` does the
+    same in processes of its own, which a run cannot take along.
+    """
+    job = Job(plan.sweep, home, device=device)
+    session = open_session(job, lambda event: None, lambda: False)
+    packs = session.open()
+    remember(plan, home, "")
+    for pack in packs:
+        session.run_pack(pack.name)
+    return results(home)
+
+
+def results(home: Path | str, warn: Callable[[str], None] = lambda text: None) -> Results:
+    """The results of all that a folder holds.
+
+    Raises:
+        ValueError: there is no record of a sweep.
+    """
+    store = Store(home, warn=warn)
+    source = page_source.read(store)
+    if source is None:
+        raise ValueError(f"report: {home} must hold the records of `wngrad sweep`, got none.")
+    return _results(store, source)
+
+
+def _results(store: Store, source: PageSource) -> Results:
+    records = store.records()
+    planned = {lane for pack in store.cut() for lane in pack.lanes}
+    found = Results(source.sweep, records, planned)
+    return Results(_with_metrics(source.sweep, found), records, planned)
+
+
 def remember(plan: Plan, home: Path | str, command: str) -> None:
     """Write down, beside the records, what a page of all that is there is made from."""
     page_source.add(Store(home), PageSource(plan.sweep, plan.how, command))
 
 
-def report(
-    home: Path | str,
-    usual: Path,
-    warn: Callable[[str], None],
-    instead: PageSource | None = None,
-) -> Summary:
+def report(home: Path | str, usual: Path, warn: Callable[[str], None]) -> Summary:
     """Write the report of all that a folder holds.
 
     Args:
         home: where the records are; the report goes there, too, if it is a folder.
         usual: where the report goes if not.
         warn: is called with a line for records that cannot be read.
-        instead: what the page is made from, if the folder does not say.
 
     Raises:
         ValueError: there is no record of a sweep.
     """
     folder, store = usual if is_address(home) else Path(home), Store(home, warn=warn)
-    source = page_source.read(store) or instead
+    source = page_source.read(store)
     if source is None:
         raise ValueError(f"report: {home} must hold the records of `wngrad sweep`, got none.")
-    records = store.records()
-    planned = {lane for pack in store.cut() for lane in pack.lanes}
-    results = Results(source.sweep, records, planned)
-    results = Results(_with_metrics(source.sweep, results), records, planned)
+    results = _results(store, source)
     log = costs.read(store.sessions())
     notes = [*source.notes, *_notes(results, log)]
     written = builder.write_results(results, folder, notes, source.command, log)

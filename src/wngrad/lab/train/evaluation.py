@@ -42,6 +42,13 @@ def evaluation(
                 module.training = training
 
 
+def to_train(opt: Any) -> Any:
+    """An optimizer in its training mode, if it has modes: schedule-free ones begin in neither."""
+    if hasattr(opt, "eval") and hasattr(opt, "train"):
+        opt.train()
+    return opt
+
+
 def keeps_average(opt: Any) -> bool:
     """True if the optimizer has an average of the weights to show."""
     states = getattr(opt, "state", {}).values()

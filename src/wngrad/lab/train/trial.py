@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from wngrad.lab.train import seeding
-from wngrad.lab.train.evaluation import evaluation
+from wngrad.lab.train.evaluation import evaluation, to_train
 from wngrad.lab.train.naming import parse
 from wngrad.lab.train.spec import Lane
 
@@ -50,6 +50,7 @@ class Trial:
         self._objects: dict[str, Any] = {}
         self._saved: dict[str, Any] | None = None
         self._since, self._testing = time.perf_counter(), 0.0
+        self._test_began: float | None = None  # while it is tested
 
     def optimizer(self, params: Any, **options: Any) -> Any:
         """The optimizer of this trial, at its λ.
@@ -60,7 +61,7 @@ class Trial:
             options: settings for every optimizer, as `weight_decay=0.1`; what the command line
                 says in parentheses comes before them.
         """
-        opt = parse(self.name).build(params, self.lam, **options)
+        opt = to_train(parse(self.name).build(params, self.lam, **options))
         self.optimizers.append(opt)
         return opt
 
@@ -97,6 +98,7 @@ class Trial:
                 self.curves.setdefault(name, []).append(value)
         self.after_report()
         self._since, self._testing = time.perf_counter(), 0.0
+        self._test_began = None if self._test_began is None else self._since
 
     def resume(self, **objects: Any) -> int:
         """Have these saved with every report, and go on from there if the run was interrupted.
@@ -139,7 +141,7 @@ class Trial:
             batches: inputs from the training data, for which `model(batch)` works: where the
                 tested weights are not the trained ones, they give batch normalization's statistics.
         """
-        began = time.perf_counter()
+        self._test_began = time.perf_counter()
         many = None if batches is None else list(batches)
 
         def recompute() -> None:
@@ -147,13 +149,21 @@ class Trial:
             for batch in many or ():
                 model(batch)
 
-        with evaluation(model, self.optimizers, recompute if many else None):
-            yield
-        self._testing += time.perf_counter() - began
+        try:
+            with evaluation(model, self.optimizers, recompute if many else None):
+                yield
+        finally:
+            self._testing += self._test_time()
+            self._test_began = None
+
+    def _test_time(self) -> float:
+        """Of the test that is going on; 0 if there is none."""
+        return 0.0 if self._test_began is None else time.perf_counter() - self._test_began
 
     def _time(self, step: int, last: int) -> None:
         """Seconds of a step between two reports, the tests apart: the least, as others disturb."""
-        spent = (time.perf_counter() - self._since - self._testing) / (step - last)
+        testing = self._testing + self._test_time()
+        spent = max(time.perf_counter() - self._since - testing, 0.0) / (step - last)
         self.step_seconds = min(spent, self.step_seconds or math.inf)
 
     def state(self) -> dict[str, Any]:
@@ -177,7 +187,7 @@ def _key(name: str) -> str:
 
 def _number(name: str, value: Any) -> float:
     try:
-        number = float(value)
+        number = float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"report: `{name}` must be a number, got {value!r}.") from error
     if name.endswith("accuracy") and not (math.isnan(number) or 0 <= number <= 1):

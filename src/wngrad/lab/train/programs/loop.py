@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wngrad.lab.train.evaluation import evaluation, state_bytes
+from wngrad.lab.train.evaluation import evaluation, state_bytes, to_train
 from wngrad.lab.train.loader_task import LoaderTask
 from wngrad.lab.train.naming import parse
 from wngrad.lab.train.programs.run import Run
@@ -43,7 +43,7 @@ class LoopRun(Run):
         self.model = task.model().to(self.device)
         self.params = [p for p in self.model.parameters() if p.requires_grad]
         decay = {"weight_decay": sweep.weight_decay} if sweep.weight_decay else {}
-        self.opt = parse(self.lane.optimizer).build(self.model, self.lane.lam, **decay)
+        self.opt = to_train(parse(self.lane.optimizer).build(self.model, self.lane.lam, **decay))
         self.rates = [group["lr"] for group in self.opt.param_groups]  # before any schedule
         self.total, self.taken = 0.0, 0  # of the losses of this epoch; their number
         self._batches: Iterator[Any] | None = None
@@ -53,10 +53,10 @@ class LoopRun(Run):
             self.start = self._test()
         if self._batches is None:
             self._batches = self._opened()
-        steps, began = min(steps, self.steps - self.step), time.perf_counter()
-        for _ in range(steps):
+        for _ in range(min(steps, self.steps - self.step)):
+            began = time.perf_counter()
             self._one_step(self._batches)
-        self._note_time((time.perf_counter() - began) / max(steps, 1))
+            self._note_time(time.perf_counter() - began)
         if self.step >= self.steps:
             self._end_epoch()
 
