@@ -318,6 +318,7 @@ def test_except_exception_does_not_hold_up_an_interruption(tmp_path):
         visit(tmp_path, holds_up, replace(SWEEP, optimizers=("sgd",), lam=(0.1,)), stop=stop)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*")  # of JAX, where another test has loaded it
 @pytest.mark.parametrize("comes", ["to a report", "to the end", "to an error"])
 def test_a_child_that_a_run_forks_and_that_comes_back_writes_nothing(comes, tmp_path, capfd):
     def forks(trial: Trial) -> None:

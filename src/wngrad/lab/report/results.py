@@ -215,7 +215,7 @@ class Results:
             made = {k: record.settings[k] for k in ("precision", "data") if k in record.settings}
             for key, value in (record.environment | made).items():
                 values.setdefault(key, {})[str(value)] = None
-        return {key: "; ".join(each) for key, each in values.items()}
+        return {key: text for key, each in values.items() if (text := "; ".join(each))}
 
     def notes(self) -> list[str]:
         """The remarks of the data and of the run, once each."""

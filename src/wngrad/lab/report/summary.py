@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,5 +32,4 @@ def summarize(results: Results, written: Sequence[Path], log: Log | None = None)
     ]
     # A terminal is narrow, and n is in a line below.
     narrow = report.rows(report.few())
-    rows = [[re.sub(r" \(n = \d+\)", "", cell) for cell in row] for row in narrow]
-    return Summary(report.heads(report.few()), rows, lines)
+    return Summary(report.heads(report.few()), [report.short(row) for row in narrow], lines)

@@ -39,7 +39,12 @@ class TaskReport(Report):
 
     def cards(self) -> list[str]:
         heads = self.heads()[1:]
-        return [page.card(row[0], dict(zip(heads, row[1:], strict=True))) for row in self.rows()]
+        rows = [self.short(row) for row in self.rows()]
+        return [page.card(row[0], dict(zip(heads, row[1:], strict=True))) for row in rows]
+
+    def short(self, cells: Sequence[str]) -> list[str]:
+        """Cells without their n where it is that of all; the legend says it."""
+        return [cell.replace(f" (n = {self.results.seeds})", "") for cell in cells]
 
     def opening(self) -> list[str]:
         sweep = self.results.sweep
@@ -106,7 +111,8 @@ class TaskReport(Report):
         before = "" if start is None else f" (here {start:.3g})"
         return (
             f"At {results.last()}, over {len(grid)} λ from {min(grid):.3g} to "
-            f"{max(grid):.3g}; ± is one sample standard deviation over the n seeds. Default λ: "
+            f"{max(grid):.3g}; ± is one sample standard deviation over n = {results.seeds} seeds. "
+            "Default λ: "
             f"that of the optimizer's signature. Best λ: the lowest mean {results.label(self.by)} "
             "among the λ at which no seed diverged. Sensitivity: the mean over the grid of "
             f"min(loss, loss at the start{before}) − the optimizer's own best loss, so 0 means "
@@ -115,8 +121,8 @@ class TaskReport(Report):
             "decades are those around the optimizer's best λ, with Student's "
             f"{100 * LEVEL:g} % interval over the seeds; ≥: they reach an end of the grid. "
             "Recommended: the geometric middle of the usable range; –: no λ is usable. Step: the "
-            "least wall time of a training step of one run alone. State: what the optimizer keeps beside "
-            "the parameters."
+            "least wall time of a training step of one run alone. State: what the optimizer keeps "
+            "beside the parameters."
         )
 
     def ranking(self) -> str:
@@ -156,8 +162,9 @@ class TaskReport(Report):
         ]
 
     def _others(self) -> list[Metric]:
-        """What is shown at the best λ: all metrics, but for the loss it was chosen by."""
+        """What is shown at the best λ: all metrics but the loss it was chosen by, tests first."""
         every = [metric for metric in self.results.metrics if metric != "train_loss"]
+        every.sort(key=lambda metric: not metric.startswith("test_"))
         return [metric for metric in every if metric != self.by and metric in self.results.recorded]
 
 

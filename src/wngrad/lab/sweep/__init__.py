@@ -11,6 +11,7 @@ from typing import Any
 
 from wngrad.lab.optimizers import OPTIMIZERS, SWEPT
 from wngrad.lab.report import builder, costs
+from wngrad.lab.report.cells import label
 from wngrad.lab.report.results import Results
 from wngrad.lab.report.summary import Summary, summarize
 from wngrad.lab.run.job import Job
@@ -242,9 +243,19 @@ def _notes(results: Results, log: costs.Log) -> list[str]:
             "No run reported at step 0: the loss at the start is taken to be the highest first "
             "report at the least λ of an optimizer."
         )
+    if ends := [name for name in sweep.optimizers if _at_an_end(results, name)]:
+        notes.append(
+            f"The best λ of {', '.join(map(label, ends))} is at an end of the grid: a longer one "
+            "(--lam-from, --lam-to, in the same folder) may find a better."
+        )
     if sweep.stop:
         notes.append(f"Stopping rule: {WORDS[sweep.stop]}. {log.saved()}")
     return notes
+
+
+def _at_an_end(results: Results, optimizer: str) -> bool:
+    best, grid = results.best(optimizer), results.sweep.grid(optimizer)
+    return best is not None and len(grid) > 1 and best.lam in (grid[0], grid[-1])
 
 
 def _how(sweep: Sweep, name: str, why: str) -> str:

@@ -9,16 +9,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from wngrad.optim import matrix_groups
+
 
 class MuonAdamW(Optimizer):
-    """`torch.optim.Muon` for the two-dimensional weights of hidden layers, AdamW for the rest.
+    """`torch.optim.Muon` for the matrices of hidden layers, AdamW for the rest.
 
     Muon's step is scaled to the size of AdamW's (`adjust_lr_fn="match_rms_adamw"`), so that both
     take the same λ. Embeddings and the last layer's weight are AdamW's, as Muon's author advises;
     so are convolutions, which `torch.optim.Muon` does not take.
 
     Args:
-        model: says what each parameter is; the last `Linear` in it is taken for the output layer.
+        model: says what each parameter is (see `matrix_groups`); the last `Linear` in it is taken
+            for the output layer.
         lr: λ of both.
         weight_decay: of both.
         momentum: Muon's.
@@ -62,10 +65,11 @@ class MuonAdamW(Optimizer):
 
 
 def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The weights of hidden linear layers, and all other parameters that are trained."""
-    linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
-    embedded = [e.weight for e in model.modules() if isinstance(e, nn.Embedding)]
-    hidden = {id(layer.weight) for layer in linear[:-1]} - {id(weight) for weight in embedded}
+    """The matrices of hidden layers, and all other parameters that are trained."""
+    groups = [group for group in matrix_groups(model) if group["role"] == "matrix"]
+    last = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)][-1:]
+    flat = {id(p) for group in groups for p in group["params"] if p.ndim == 2}
+    hidden = flat - {id(p) for p in last}
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if id(p) in hidden]
     return matrices, [p for p in trained if id(p) not in hidden]
