@@ -51,6 +51,7 @@ class Trial:
         self._saved: dict[str, Any] | None = None
         self._since, self._testing = time.perf_counter(), 0.0
         self._test_began: float | None = None  # while it is tested
+        self._told = True  # whether the last report has been noticed
 
     def optimizer(self, params: Any, **options: Any) -> Any:
         """The optimizer of this trial, at its λ.
@@ -96,9 +97,15 @@ class Trial:
             self.steps.append(step)
             for name, value in values.items():
                 self.curves.setdefault(name, []).append(value)
+        self._told = False
+        if self._test_began is None:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Have what was reported noticed, and the run saved: never while other weights are in."""
+        self._told = True
         self.after_report()
         self._since, self._testing = time.perf_counter(), 0.0
-        self._test_began = None if self._test_began is None else self._since
 
     def resume(self, **objects: Any) -> int:
         """Have these saved with every report, and go on from there if the run was interrupted.
@@ -155,6 +162,8 @@ class Trial:
         finally:
             self._testing += self._test_time()
             self._test_began = None
+        if not self._told:
+            self._tell()
 
     def _test_time(self) -> float:
         """Of the test that is going on; 0 if there is none."""
