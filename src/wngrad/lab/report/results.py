@@ -289,7 +289,8 @@ def _belongs(sweep: Sweep, record: Record) -> bool:
 def _value(record: Record, metric: Metric, epoch: int) -> float:
     # A network of nan still has a test accuracy, that of guessing: the training loss decides.
     lost = record.diverged_at is not None and record.diverged_at <= epoch
-    value = record.curves[metric][:epoch][-1]  # a run that has ended stays as it was
+    values = record.curves[metric][:epoch]  # a run that has ended stays as it was
+    value = values[-1] if values else None
     return math.nan if lost or value is None else value
 
 
