@@ -117,7 +117,7 @@ def show_report(home: Path | str, usual: Path) -> None:
         fail(str(error))
     table = Table()
     for head in summary.heads:
-        table.add_column(head, overflow="fold")
+        table.add_column(head, overflow="fold", min_width=max(map(len, head.split())))
     for row in summary.rows:
         table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 140).print(table, markup=False)

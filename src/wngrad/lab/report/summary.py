@@ -31,5 +31,7 @@ def summarize(results: Results, written: Sequence[Path], log: Log | None = None)
         f"Wrote {written[0]}, and {len(written)} more files beside it.",
     ]
     # A terminal is narrow, and n is in a line below.
-    narrow = report.rows(report.few())
-    return Summary(report.heads(report.few()), [report.short(row) for row in narrow], lines)
+    heads, rows = report.heads(report.few()), report.rows(report.few())
+    left = [k for k, head in enumerate(heads) if head != "recommended λ"]  # it is on the page
+    cells = [report.short([row[k] for k in left]) for row in rows]
+    return Summary([heads[k] for k in left], cells, lines)
