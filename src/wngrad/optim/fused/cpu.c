@@ -147,7 +147,7 @@ static Numbers numbers(const Parameter *r, const Step *s) {
 
 /* What depends on the number of the step: Adam's scale sqrt(1-beta2^t)/(1-beta^t), and how much of
  * x the average takes over. */
-static void count(Numbers *k, const Step *s, float t) {
+static __attribute__((noinline)) void count(Numbers *k, const Step *s, float t) {
     if (t == k->t) return;
     k->t = t;
     if (s->rule == ADAM)
@@ -194,7 +194,7 @@ INLINE double squares_of(Run r, const Numbers *k, int scaled, int decay, int64_t
     return sum + (sums[0] + sums[1]);
 }
 
-static double squares_of_adam(Run r, const Numbers *k, int scaled, int decay, int half) {
+static __attribute__((noinline)) double squares_of_adam(Run r, const Numbers *k, int scaled, int decay, int half) {
     double sum = 0;
     for (int64_t i = 0; i < r.n; i++) {
         float m = get(r.m, i * r.dm, half), rms = get(r.r, i * r.dr, half);
@@ -251,29 +251,37 @@ INLINE void move_of(Run r, const Numbers *k, int scaled, float rate, float b, in
     }
 }
 
-static void move(Run r, const Numbers *k, const Step *s, float rate, float b) {
-    int scaled = s->scale != 0 && !s->proposed;
+#define KEY(S, R, D, A, H, W) ((S) << 7 | (R) << 5 | (D) << 3 | (A) << 2 | (H) << 1 | (W))
 #define CASE(S, R, D, A, H, W) \
-    if (scaled == S && s->rule == R && s->decay == D && s->averages == A && s->half == H && \
-        s->proposed == W) { \
+    case KEY(S, R, D, A, H, W): \
         move_of(r, k, S, rate, b, R, D, A, H, W, 1, 1, 1, 1, 1); \
-        return; \
-    }
+        return;
 #define HALVES(S, R, D, A) CASE(S, R, D, A, 0, 0) CASE(S, R, D, A, 1, 0)
-#define CASES(S, R) \
-    HALVES(S, R, NONE, 0) HALVES(S, R, COUPLED, 0) HALVES(S, R, DECOUPLED, 0)
-#define AVERAGED(R) HALVES(0, R, NONE, 1) HALVES(0, R, COUPLED, 1) HALVES(0, R, DECOUPLED, 1)
+#define CASES(S, R, A) HALVES(S, R, NONE, A) HALVES(S, R, COUPLED, A) HALVES(S, R, DECOUPLED, A)
 #define PROPOSED(D) \
     CASE(0, GRADIENT_ITSELF, D, 0, 0, 1) CASE(0, GRADIENT_ITSELF, D, 1, 0, 1) \
     CASE(0, GRADIENT_ITSELF, D, 0, 1, 1) CASE(0, GRADIENT_ITSELF, D, 1, 1, 1)
-    if (r.dp == 1 && r.dg == 1 && r.dm == 1 && r.dr == 1 && r.da == 1) {
-        CASES(0, GRADIENT_ITSELF) CASES(0, MOMENTUM) CASES(0, RUNNING_MEAN)
-        CASES(1, GRADIENT_ITSELF) CASES(1, MOMENTUM) CASES(1, RUNNING_MEAN)
-        AVERAGED(GRADIENT_ITSELF) AVERAGED(MOMENTUM) AVERAGED(RUNNING_MEAN)
-        HALVES(0, ADAM, NONE, 0) HALVES(0, ADAM, NONE, 1) PROPOSED(NONE) PROPOSED(BY_RATE)
-    }
+
+/* Apart from the others, since a function of too many loops is compiled with less care. */
+static __attribute__((noinline)) void move_otherwise(Run r, const Numbers *k, const Step *s,
+                                                     float rate, float b) {
+    int scaled = s->scale != 0 && !s->proposed;
+    if (r.dp == 1 && r.dg == 1 && r.dm == 1 && r.dr == 1 && r.da == 1)
+        switch (KEY(scaled, s->rule, s->decay, s->averages, s->half, s->proposed)) {
+            CASES(1, GRADIENT_ITSELF, 0) CASES(1, MOMENTUM, 0) CASES(1, RUNNING_MEAN, 0)
+            CASES(0, GRADIENT_ITSELF, 1) CASES(0, MOMENTUM, 1) CASES(0, RUNNING_MEAN, 1)
+            HALVES(0, ADAM, NONE, 0) HALVES(0, ADAM, NONE, 1) PROPOSED(NONE) PROPOSED(BY_RATE)
+        }
     move_of(r, k, scaled, rate, b, s->rule, s->decay, s->averages, s->half, s->proposed, r.dp, r.dg,
             r.dm, r.dr, r.da);
+}
+
+static void move(Run r, const Numbers *k, const Step *s, float rate, float b) {
+    if (r.dp == 1 && r.dg == 1 && r.dm == 1)
+        switch (KEY(s->scale != 0, s->rule, s->decay, s->averages, s->half, s->proposed)) {
+            CASES(0, GRADIENT_ITSELF, 0) CASES(0, MOMENTUM, 0) CASES(0, RUNNING_MEAN, 0)
+        }
+    move_otherwise(r, k, s, rate, b);
 }
 
 /* b_j <- b_{j-1} + lam^2 |g|^2/b_{j-1}; NaN where it would be infinite. */
