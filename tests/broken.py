@@ -391,20 +391,18 @@ class SpeaksInSurrogates(Plain):
 
 
 class Multiplies(Plain):
-    """Leaves processes, each in a session of its own, whose numbers it writes down."""
+    """Leaves a process in a session of its own, whose number it writes down."""
 
-    def update(self, p, g, lr):
-        for _ in range(3):
-            if os.fork() == 0:
-                os.setsid()
-                if os.fork() == 0:
-                    with open(os.environ["WNGRAD_TEST_CHILDREN"], "a") as file:
-                        file.write(f"{os.getpid()}\n")
-                    time.sleep(1000)
-                os._exit(0)
-            os.wait()
-        time.sleep(0.5)
-        super().update(p, g, lr)
+    def __init__(self, params, lr=0.1, file=""):
+        super().__init__(params, lr)
+        if os.fork() == 0:
+            os.setsid()
+            if (pid := os.fork()) == 0:
+                time.sleep(1000)
+            with open(file, "a") as numbers:
+                numbers.write(f"{pid}\n")
+            os._exit(0)
+        os.wait()
 
 
 MISBEHAVED = {
