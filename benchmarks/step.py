@@ -1,4 +1,4 @@
-"""What a step costs: WNGrad and WNAdam against torch's optimizers and others that are installed.
+"""What a step costs: our optimizers against torch's and others that are installed.
 
     python benchmarks/step.py [--device cuda] [--sets llama mlp] [--json FILE] [--picture FILE]
 

@@ -6,7 +6,6 @@ import copy
 import gc
 import json
 import sys
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -24,6 +22,7 @@ import release
 
 from conftest import TABLE, same, same_state
 from wngrad import WNAdam, WNGrad, neuron_groups, step_in_backward
+from wngrad.conformance.distributed import on_ranks
 
 ROWS = [row for row in TABLE if row.options.get("per") != "model"]
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -429,12 +428,12 @@ def test_a_graph_that_still_needs_the_old_values_says_so(fused):
 # ----------------------------------------------------------------------------- sharded
 
 
-def worker(rank: int, file: str, out: str) -> None:
+def hooked_and_not() -> dict:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{file}")
+    rank, mesh = dist.get_rank(), dist.device_mesh.init_device_mesh("cpu", (2,))
     results = {}
     for name, make in {
         "neuron": lambda m: WNGrad(m.parameters(), momentum=0.9),
@@ -444,8 +443,8 @@ def worker(rank: int, file: str, out: str) -> None:
         model = nn.Sequential(nn.Flatten(), mlp())
         for hooked in (False, True):
             parts = copy.deepcopy(model)
-            fully_shard(parts[1][2])
-            fully_shard(parts)
+            fully_shard(parts[1][2], mesh=mesh)
+            fully_shard(parts, mesh=mesh)
             opt = make(parts)
             hooks = step_in_backward(opt) if hooked else None
             for seed in range(4):
@@ -461,18 +460,12 @@ def worker(rank: int, file: str, out: str) -> None:
             step_in_backward(opt)
         refused.append(str(error.value))
     assert DistributedDataParallel.__name__ in refused[1]
-    if rank == 0:
-        torch.save({"results": results, "refused": refused}, out)
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"results": results, "refused": refused}
 
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    with tempfile.TemporaryDirectory() as folder:
-        file, out = str(Path(folder) / "rendezvous"), str(Path(folder) / "out.pt")
-        mp.spawn(worker, (file, out), nprocs=2)
-        return torch.load(out, weights_only=True)
+    return on_ranks(2, hooked_and_not)
 
 
 @pytest.mark.parametrize("name", ["neuron", "groups"])

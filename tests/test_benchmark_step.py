@@ -52,6 +52,7 @@ def test_three_passes_over_a_billion_floats_take_three_times_their_bytes_over_th
 def test_the_sets_are_as_large_as_the_networks_they_are_named_after():
     sizes = {name: sets.count(shapes()) for name, shapes in sets.SETS.items()}
     assert sizes["llama"] == 1_235_814_400  # Llama-3.2-1B's own count
+    assert sizes["llama-hidden"] == 16 * (2 * 2048**2 + 2 * 512 * 2048 + 3 * 8192 * 2048)
     assert sizes["mlp"] == 784 * 100 + 100 * 10
     assert round(sizes["38M"] / 1e6) == 38
     assert sizes["resnet18"] == 11_173_962

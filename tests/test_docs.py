@@ -22,9 +22,11 @@ def blocks(page: Path, *kinds: str) -> list[str]:
 
 
 def run_blocks(page: Path, *kinds: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """From top to bottom, in one namespace."""
+    """From top to bottom, in one namespace; what is said to be a file is written, too."""
     names: dict[str, object] = {"__name__": "page"}
     for block in blocks(page, *kinds):
+        if file := re.match(r"# file: (\w+\.py)\n", block):
+            Path(file[1]).write_text(block)
         exec(compile(block, str(page), "exec", dont_inherit=True), names)
         printed = capsys.readouterr().out
         shown = re.findall(r"^# (.*)$", block, re.M)  # what a block says it prints, at its end

@@ -10,6 +10,7 @@ import copy
 import pickle
 import weakref
 from contextlib import nullcontext
+from itertools import product
 
 import numpy as np
 import pytest
@@ -20,13 +21,14 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from wngrad import WNAdam, WNGrad, neuron_groups
+from wngrad import WNAdam, WNGrad, WNMuon, neuron_groups
 from wngrad.optim import move
 from wngrad.optim.fused import (
     cpu,
     cuda,
     eligibility,
     engine,
+    matrices,
     method,
     records,
     snapshot,
@@ -39,7 +41,8 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 SPACING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 POISON = 77.0
-BUFFERS = ("m", "momentum_buffer")
+BUFFERS = ("m", "momentum_buffer", "rms")
+KINDS = ("plain", "momentum", "adam", "vector")  # and "matrix"
 ENGINES = ["triton"] + ["c"] * (not CUDA and cpu.why_not() is None)
 
 
@@ -134,11 +137,19 @@ def cases(draw, dtypes=tuple(SPACING), pers=PERS, nonfinites=NONFINITES):
         "nonfinite": draw(st.sampled_from(nonfinites)),
         "hold_1d": draw(st.booleans()),
         "b_init": draw(st.sampled_from([1.0, 0.3, "gradient", ("gradient", 2.0)])),
+        "average": draw(st.sampled_from([None, 8.0])),
     }
-    kind = draw(st.sampled_from(["plain", "momentum", "adam"]))
+    kind = draw(st.sampled_from(KINDS if CUDA else [*KINDS, "matrix", "matrix"]))
+    params = draw(st.lists(some, min_size=1, max_size=4))
+    if kind == "matrix":
+        options |= {"decoupled_weight_decay": True, "b_init": draw(st.sampled_from([10.0, 0.3]))}
+        options["nonfinite"] = draw(st.sampled_from(NONFINITES[:2]))
+        options["per"] = draw(st.sampled_from(["neuron", "tensor", "slice"]))
+        flat = {shape: layout for shape, layout, _ in params if len(shape) < 3}
+        params = [(shape, flat.get(shape, "off by one"), g) for shape, _, g in params]
     return {
         "dtype": dtype,
-        "params": draw(st.lists(some, min_size=1, max_size=4)),
+        "params": params,
         "options": options,
         "kind": kind,
         "lr": draw(st.sampled_from([1.0, 0.01, 0.0, "float32", "float64", "zero"])),
@@ -155,6 +166,10 @@ def cases(draw, dtypes=tuple(SPACING), pers=PERS, nonfinites=NONFINITES):
 def make(kind, params, **options):
     if kind == "adam":
         return WNAdam(params, **options)
+    if kind == "vector":
+        return WNMuon([{"params": params, "role": "vector"}], **options)
+    if kind == "matrix":
+        return WNMuon(params, **options)
     return WNGrad(params, momentum=0.9 if kind == "momentum" else 0.0, **options)
 
 
@@ -177,7 +192,9 @@ def twin(kind, params, opt, dtype, options):
     if dtype == torch.float64:
         saved = copy.deepcopy(saved)
         for mine in saved["state"].values():
-            for key in mine.keys() - {"skipped", "t"} | ({"t"} if kind == "adam" else set()):
+            for key in mine.keys() - {"skipped", "t"} | (
+                {"t"} if kind in ("adam", "vector") else set()
+            ):
                 mine[key] = mine[key].double()
     plain.load_state_dict(saved)
     return theirs, plain
@@ -238,6 +255,8 @@ def assert_alike(params, opt, theirs, plain, before, spacing):
                 moved = torch.maximum(moved, terms)
                 close(mine[key], other[key], spacing, terms)
         close(p, q, spacing, moved)
+        if "average" in mine:
+            close(mine["average"], other["average"], SPACING[torch.float32], moved)
 
 
 def lock_step(case):
@@ -273,15 +292,16 @@ def run_in_lock_step(case):
             )
             for p in params
         ]
-        same = twin(kind, params, opt, dtype, options)
-        wide = twin(kind, params, opt, torch.float64, options)
+        twins = [twin(kind, params, opt, dtype, options)]
+        if kind != "matrix":  # whose small singular values float64 has other digits of
+            twins.append(twin(kind, params, opt, torch.float64, options))
         said = take(opt, params, grads, case)
         divided = 1.0 if said or case["scale"] is None else case["scale"]
         for g, a in zip(grads, asked, strict=True):  # the gradients are as they were, or unscaled
             if g is not None:
                 left = (a.float() / divided).to(dtype)
                 assert torch.equal(g.nan_to_num(POISON), left.nan_to_num(POISON))
-        for theirs, plain in (same, wide):
+        for theirs, plain in twins:
             for g, a in zip(grads, asked, strict=True):
                 if g is not None:
                     g.copy_(a)
@@ -290,8 +310,8 @@ def run_in_lock_step(case):
             assert all(torch.equal(p, x) for p, (x, _) in zip(params, before, strict=True))
             return
         assert not opt.why_plain()
-        assert_alike(params, opt, *same, before, SPACING[dtype])
-        assert_alike(params, opt, *wide, before, SPACING[dtype])
+        for theirs, plain in twins:
+            assert_alike(params, opt, theirs, plain, before, SPACING[dtype])
     for room, t in rooms:  # nothing beside the parameters was written
         t.detach().fill_(POISON)
         assert bool((room == POISON).all())
@@ -401,7 +421,9 @@ def test_a_setting_changed_between_steps_is_seen(change):
         both.step(2 * k + 1)
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"hold_1d": True}, {"per": "model"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9, "lr": 0.5}, {"hold_1d": True}, {"per": "model"}]
+)
 def test_blocks_that_have_no_b_yet_start_from_a_number_once_b_init_is_one(options):
     both = Both(WNGrad, [torch.zeros(3, 2), torch.zeros(2)], b_init="gradient", **options)
     for p in both.ours + both.theirs:
@@ -422,7 +444,7 @@ def test_blocks_that_have_no_b_yet_start_from_a_number_once_b_init_is_one(option
             )
             for q, sq in zip(both.theirs, sums, strict=True):
                 held = "hold_1d" in options and q.dim() == 1
-                b = 2.0 if held else 2 + sq / 2
+                b = 2.0 if held else 2 + options.get("lr", 1.0) ** 2 * sq / 2
                 assert torch.allclose(both.plain.state[q]["b"].cpu(), torch.as_tensor(b))
 
 
@@ -804,6 +826,56 @@ def test_a_step_holds_no_gradient():
     assert gone() is None
 
 
+@only_c
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"nonfinite": "raise"}, "`nonfinite` is 'raise'"),
+        ({"decoupled_weight_decay": False}, "weight decay is in its gradient"),
+        ({"b_init": "gradient"}, "`b_init` is from its gradient"),
+        ({"per": "model"}, "shares its b"),
+    ],
+    ids=str,
+)
+def test_what_is_orthogonalized_in_a_way_of_its_own_goes_the_plain_way(options, reason):
+    both = Both(WNMuon, drawn((3, 5), (3, 4)), fused=None, **options)
+    both.step(0)
+    assert set(both.fused.why_plain().values()) == {f"it is orthogonalized, and {reason}"}
+
+
+@only_c
+def test_the_role_of_a_group_may_change_between_steps():
+    """A matrix becomes an embedding, whose rows without a gradient stay, and another layout."""
+    both = Both(WNMuon, drawn((6, 5)))
+    for k, role in enumerate(("matrix", "embedding", "embedding", "matrix")):
+        both.set(role=role, layout=("rows", 1 + k % 2))
+        both.give(k)
+        for p in (both.ours[0], both.theirs[0]):
+            p.grad[2] = 0
+        both.fused.step()
+        both.plain.step()
+        exactly(both)
+    assert not both.fused.why_plain()
+
+
+@only_triton
+@pytest.mark.skipif(CUDA, reason="there is no such stage yet")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_u_may_be_of_another_type_than_its_parameter(dtype, monkeypatch):
+    """In float16, as products on a GPU leave it; half the spacing of u, in steps of λ/b."""
+    whole = matrices._matrix
+    monkeypatch.setattr(matrices, "_matrix", lambda *a: (m := whole(*a))._replace(u=m.u.half()))
+    both = Both(WNMuon, drawn((6, 5), (3, 300), (70, 2), dtype=dtype), fused=True)
+    both.give(0)
+    both.fused.step()
+    both.plain.step()
+    for p, q in both.pairs:
+        mean, other = (opt.state[x]["average"] for opt, x in ((both.fused, p), (both.plain, q)))
+        torch.testing.assert_close(mean, other, rtol=1e-6, atol=6 * 0.3 / 10 * 2.0**-11)
+        assert not torch.equal(mean, other)
+    assert not both.fused.why_plain()
+
+
 @pytest.mark.skipif(CUDA, reason="one CPU process is enough")
 def test_ranks_that_must_agree_go_the_plain_way(tmp_path):
     """Only the plain path asks the other ranks before it refuses a gradient."""
@@ -1044,8 +1116,15 @@ OPTIONS = [
     {"weight_decay": 0.01, "decoupled_weight_decay": True},
     {"maximize": True, "b_init": "gradient"},
     {"nonfinite": "skip", "hold_1d": True},
-    {"per": "tensor"},
-    {"per": "model", "nonfinite": "raise", "b_init": "gradient"},
+    {"per": "tensor", "average": 8.0},
+    {"per": "model", "nonfinite": "raise", "b_init": "gradient", "average": 0.5},
+]
+
+
+MATRICES = [
+    ("matrix", {}),
+    ("matrix", {"nonfinite": "skip", "average": None}),
+    ("matrix", {"maximize": True, "per": "tensor", "weight_decay": 0.0}),
 ]
 
 
@@ -1059,14 +1138,14 @@ def exactly(both):
 
 
 @only_c
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("kind", ["plain", "momentum", "adam"])
+@pytest.mark.parametrize(("kind", "options"), [*product(KINDS, OPTIONS), *MATRICES], ids=str)
 @pytest.mark.parametrize("dtype", cpu.DTYPES, ids=str)
 def test_several_steps_are_those_of_the_plain_path_bit_for_bit(kind, options, dtype, monkeypatch):
     monkeypatch.setattr(cpu, "PIECE", 2**7)
     tensors = drawn((64, 30), (65,), (7, 3, 3, 3), (2, 2001), (1,), ())
-    tensors.append(drawn((4, 5, 3, 3))[0].to(memory_format=torch.channels_last))
     tensors.append(drawn((6, 5))[0].t())
+    if kind != "matrix":  # which would have to be copied
+        tensors.append(drawn((4, 5, 3, 3))[0].to(memory_format=torch.channels_last))
     both = Both(
         lambda params, **more: make(kind, params, lr=0.37, **options, **more),
         [t.to(dtype) for t in tensors],
@@ -1128,7 +1207,7 @@ def test_the_number_of_threads_does_not_show():
     rows=st.integers(1, 5),
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3),
     piece=st.integers(1, 70),
-    kind=st.sampled_from(["plain", "momentum", "adam"]),
+    kind=st.sampled_from(KINDS),
     start=st.sampled_from([1.0, "gradient"]),
     nonfinite=st.sampled_from(["propagate", "skip", "raise"]),
     bad=st.sampled_from([None, None, float("nan"), 1e38]),

@@ -126,9 +126,11 @@ def test_zero_stays_zero():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows_in_its_own_matrix_alone(bad):
-    x = torch.stack([matrix("even", 4, 6)[0]] * 2)
+@pytest.mark.parametrize("shape", [(4, 6), (4, 40)], ids=str)
+def test_what_is_not_finite_shows_in_its_own_matrix_alone(bad, shape):
+    x = torch.stack([matrix("even", *shape)[0]] * 2)
     x[0, 1, 2] = bad
+    assert orthogonalize(x[0]).isnan().all()
     result = orthogonalize(x)
     assert result[0].isnan().all()
     assert values(result[1])[0] <= LARGEST

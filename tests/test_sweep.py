@@ -155,7 +155,7 @@ def test_an_optimizer_that_keeps_an_average_is_tested_there() -> None:
     one = {"lam": (0.3,), "seeds": (0,), "epochs": 2, "optimizers": ("wngrad.optim:WNMuon",)}
     p = made(REGRESSION, "lone", **one)
     (model,), (opt,) = p.models, p.optimizers
-    chunks = list(p.test_chunks())
+    chunks = [(x, y) for x, y, _ in p.test_chunks(p._totals())]
 
     def loss() -> float:
         with torch.no_grad():
@@ -328,7 +328,7 @@ def test_on_cuda_networks_that_cannot_be_stacked_are_branches(monkeypatch) -> No
 def test_how_each_optimizer_is_run_is_told_in_a_line_with_the_reason(monkeypatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     names = ("wngrad", "torch.optim:AdamW")
-    found = plan("test_sweep:REGRESSION", lam=(0.1, 1.0), seeds=2, optimizers=names)
+    found = plan("test_sweep:REGRESSION", lam=(0.1, 1.0), seeds=2, optimizers=names, defaults=False)
     assert found.sweep.program == "stacked"
     assert found.sweep.alone == ("torch.optim:AdamW",)
     assert found.how == (
@@ -339,7 +339,7 @@ def test_how_each_optimizer_is_run_is_told_in_a_line_with_the_reason(monkeypatch
     found = plan("test_sweep:SEQUENCE", lam=(0.1,), seeds=1, optimizers=("wngrad",))
     assert found.sweep.program == "lone"
     assert found.how == (
-        "wngrad: 1 separate runs: the model cannot be stacked: it is a Words, not a Sequential.",
+        "wngrad: 2 separate runs: the model cannot be stacked: it is a Words, not a Sequential.",
     )
 
 
@@ -389,7 +389,7 @@ MISTAKES = {
     "x = = 1": "cannot be imported: SyntaxError at line 1: invalid syntax",
     "import no_such_module": "cannot be imported: No module named 'no_such_module'",
     HEAD: "has no attribute 'task'",
-    "task = 3": "must be a wngrad.Task, got 3",
+    "task = 3": "must be a wngrad.Task, a wngrad.LoaderTask or a function train(trial), got 3",
     HEAD + "task = Task(**parts | {'batch': 9})": "`batch` must be at most the 8 training examples",
     HEAD + "task = Task(**parts | {'batch': 0})": "`batch` must be >= 1, got 0",
     HEAD + "task = Task(**parts | {'name': ''})": "`name` must be some text",

@@ -60,17 +60,17 @@ def test_the_regression_from_a_file_to_a_report_and_again_with_nothing_to_do(tmp
     words += ["--seeds", "2", "--optimizers", "sgd,wngrad,torch.optim:RMSprop", "--device", "cpu"]
     done = wngrad(tmp_path, *words, "--epochs", "2")
     assert done.exit_code == 0, done.stderr
-    assert "sgd: stacked, 6 of the 12 lanes that train as one program." in done.stdout
-    assert "torch.optim:RMSprop: 6 separate runs: it is run as it is" in done.stdout
+    assert "sgd: stacked, 6 of the 14 lanes that train as one program." in done.stdout
+    assert "torch.optim:RMSprop: 8 separate runs: it is run as it is" in done.stdout
     assert "Most usable decades" in done.stdout
     out = tmp_path / "out/diabetes"
     files = ("report.html", "figure.png", "figure.svg", "summary.md", "records.jsonl")
     assert all((out / name).exists() for name in files)
     summary = (out / "summary.md").read_text()
     assert "test R² there" in summary
-    assert "diabetes; n = 2 seeds, 2 epochs, 18 of 18 lanes" in summary
+    assert "diabetes; n = 2 seeds, 2 epochs, 22 of 22 lanes" in summary
     records = [json.loads(path.read_text()) for path in (out / "records").glob("*.json")]
-    assert len(records) == 18
+    assert len(records) == 22  # of which 4 are of defaults that are not on the grid
     assert all(len(record["curves"]["test_score"]) == 2 for record in records)
     assert all(record["start"]["test_loss"] > 0 for record in records)
     before = {path: path.read_bytes() for path in (out / "records").iterdir()}
@@ -98,7 +98,7 @@ def test_the_transformer_with_an_optimizer_of_its_own_file(tmp_path: Path):
 def test_what_goes_wrong_in_a_run_is_one_line_each_and_harms_no_other_lane(tmp_path: Path):
     (tmp_path / "mine.py").write_text(MINE)
     words = ["sweep", "mine.py", "--lam", "0.01,0.1", "--seeds", "2", "--device", "cpu"]
-    done = wngrad(tmp_path, *words, "--optimizers", "sgd,mine.py:picky")
+    done = wngrad(tmp_path, *words, "--optimizers", "sgd,mine.py:picky", "--no-defaults")
     assert done.exit_code == 1, done.stderr
     assert "Traceback" not in done.stderr
     lines = done.stdout.splitlines()

@@ -97,9 +97,11 @@ def test_an_optimizer_that_is_never_near_the_best_of_all_has_no_recommended_lamb
     assert measured.curves.decades.value == 0.0
     assert cells(results, "peers:Fast") == {
         "optimizer": "peers:Fast",
-        "best test loss": "2.01 ± 0.01 (n = 3)",
+        "test loss at default λ": "–",
+        "test loss at best λ": "2.01 ± 0.01 (n = 3) at 0.1",
         "test R² there": "0.498 ± 0.0025 (n = 3)",
-        "best λ": "0.1",
+        "step": "–",
+        "state": "–",
         "recommended λ": "–",
         "sensitivity": "0.747 ± 0.0025 (n = 3)",  # (1 + 0 + 0 + 1.99)/4
         "usable decades [95 %]": "0.00 [0.00, 0.00]",
@@ -177,7 +179,7 @@ def test_the_summary_holds_the_table_how_it_was_run_and_the_command(tmp_path):
     how = ("sgd: stacked.", "peers:Fast: 12 separate runs: it is run as it is.")
     builder.write(SWEEP, records(), tmp_path, notes=how, recipe="wngrad sweep mine.py --seeds 3")
     text = (tmp_path / "summary.md").read_text()
-    assert "| WNGrad | 1.01 ± 0.01 (n = 3) |" in text
+    assert "| WNGrad | – | 1.01 ± 0.01 (n = 3) at 0.1 |" in text
     assert all(f"- {line}" in text for line in how)
     assert "```sh\nwngrad sweep mine.py --seeds 3\n```" in text
     assert "95 % interval over the seeds" in text

@@ -57,6 +57,8 @@ OURS = [  # name, passes, where, options, graph
     ("WNGrad", 3, "wngrad:WNGrad", {"lr": LR}, BARE),
     ("WNGrad-momentum", 5, "wngrad:WNGrad", MOMENTUM, BARE),
     ("WNAdam", 5, "wngrad:WNAdam", {"lr": LR}, BARE),
+    ("WNMuon", 7, "wngrad:WNMuon", {"lr": LR}, BARE),
+    ("WNMuon-last", 5, "wngrad:WNMuon", {"lr": LR, "average": None}, BARE),
 ]
 TORCH = [
     ("SGD", 3, "torch.optim:SGD", {"lr": LR}, BARE),
@@ -65,13 +67,14 @@ TORCH = [
     ("AdamW", 7, "torch.optim:AdamW", {"lr": LR}, CAPTURABLE),
     ("Adagrad", 5, "torch.optim:Adagrad", {"lr": LR}, None),
 ]
+MATRICES = [("Muon", 5, "torch.optim:Muon", {"lr": LR}, BARE)]  # takes nothing else
 PEERS = [
     ("ScheduleFree-SGD", 5, "schedulefree:SGDScheduleFree", {"lr": LR}, None),
     ("ScheduleFree-AdamW", 7, "schedulefree:AdamWScheduleFree", {"lr": LR}, None),
     ("Prodigy", 10, "prodigyopt:Prodigy", BARE, None),  # reads g, p, p₀, m, v, s; writes 4 of them
     ("DoG", 4, "dog:DoG", BARE, None),  # reads g, p, p₀; writes p
 ]
-NAMES = [name for name, *_ in OURS + TORCH + PEERS]
+NAMES = [name for name, *_ in OURS + TORCH + MATRICES + PEERS]
 
 
 def contestants(
@@ -92,7 +95,9 @@ def contestants(
 
 def _everyone(kind: str) -> Iterator[Contestant]:
     ours = ("fused", "plain") if kind == "cuda" else ("default", "plain")
-    for table, ways in ((OURS, ours), (TORCH, ("fused", "foreach", "default")), (PEERS, WAYS)):
+    theirs = ("fused", "foreach", "default")
+    only = ("default",)
+    for table, ways in ((OURS, ours), (TORCH, theirs), (MATRICES, only), (PEERS, only)):
         for name, passes, where, options, graph in table:
-            for way in ("default",) if table is PEERS else ways:
+            for way in ways:
                 yield Contestant(name, way, passes, where, options, graph)

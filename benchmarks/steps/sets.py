@@ -28,11 +28,26 @@ def shapes_of(build: Callable[[tuple[int, ...], int], nn.Module], shape: tuple[i
         return [tuple(p.shape) for p in build(shape, 10).parameters()]
 
 
+def hidden(shapes: Shapes) -> Shapes:
+    """The matrices but the first layer's or embedding's, convolutions as (out, rest)."""
+    return [(shape[0], math.prod(shape[1:])) for shape in shapes if len(shape) > 1][1:]
+
+
+def transformer() -> Shapes:
+    """The hidden matrices of four layers of width 256."""
+    return [(768, 256), (256, 256), (1024, 256), (256, 1024)] * 4
+
+
 SETS: dict[str, Callable[[], Shapes]] = {
     "llama": lambda: llama(128_256, 2048, 16, 512, 8192),  # Llama-3.2-1B
     "38M": lambda: llama(32_768, 512, 5, 512, 2048),
     "resnet18": lambda: shapes_of(resnet18, (3, 32, 32)),
     "mlp": lambda: shapes_of(mlp, (1, 28, 28)),
+    # Matrices alone, for optimizers that orthogonalize.
+    "llama-hidden": lambda: hidden(SETS["llama"]()),
+    "38M-hidden": lambda: hidden(SETS["38M"]()),
+    "resnet18-hidden": lambda: hidden(SETS["resnet18"]()[:-1]),  # without the last layer
+    "transformer-hidden": transformer,
 }
 
 

@@ -49,6 +49,12 @@ def _targets() -> Iterator[Target]:
         for small in ("resnet18", "mlp"):
             for measure, most in (("wall", 1.15), ("moved", 1.15), ("graph", 1.0)):
                 yield Target(small, dtype, "WNGrad fused", "SGD fused", most, measure)
+    for name, measure, most in (
+        ("llama-hidden", "step", 0.5),
+        ("resnet18-hidden", "wall", 0.7),
+        ("transformer-hidden", "wall", 0.7),
+    ):
+        yield Target(name, "fp32", "WNMuon fused", "Muon default", most, measure)
     yield Target("38M", "fp32", "WNGrad default", "SGD default", 1.25, device="cpu")
     yield Target("38M", "fp32", "WNGrad default", "AdamW fused", 0.85, device="cpu")
 

@@ -222,10 +222,10 @@ def _duels(outcomes: Sequence[Outcome]) -> list[str]:
         tuned = {name: curve.at_best for name, curve in outcome.curves.items()}
         rows.append((outcome.name, _duel(outcome.cells), _duel(tuned)))
     return [
-        "The best of WNGrad, WNGrad-Momentum and WN-Adam, per neuron and per tensor, against the "
-        "best of all others: by the final metric at the documented default, and by the test loss "
-        "at each method's own best λ. The best of several is chosen by these very numbers, on "
-        "both sides.",
+        "The best of WNMuon and of WNGrad, WNGrad-Momentum and WN-Adam, per neuron and per tensor, "
+        "against the best of all others: by the final metric at the documented default, and by "
+        "the test loss at each method's own best λ. The best of several is chosen by these very "
+        "numbers, on both sides.",
         "",
         *table(("task", "at the default", "at the best λ"), rows),
     ]

@@ -130,10 +130,17 @@ class Gradient:
 
 
 def graph(work: Callable[[], Any]) -> Callable[[], None]:
-    """`work` as a CUDA graph: captured, not run."""
+    """`work` as a CUDA graph: captured, not run.
+
+    cuBLAS keeps its workspace from one call to the next. One that was made in a capture goes with
+    that graph's memory, and one from before must not be written by two graphs: so none is kept.
+    """
     made = torch.cuda.CUDAGraph()
+    forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+    forget()
     with torch.cuda.graph(made):
         work()
+    forget()
     return made.replay
 
 

@@ -112,7 +112,8 @@ def _speed(results: Results) -> list[str]:
 
 def _ranks(results: Results) -> list[str]:
     """The mean rank of every method at its default, over the tasks it was run at."""
-    ranks = [(task, results.ranks(task)) for task in results.tasks]
+    every = [(task, results.ranks(task)) for task in results.tasks]
+    ranks = [(task, own) for task, own in every if len(own) > 1]  # alone, nobody is first
     names = list(dict.fromkeys(name for _, each in ranks for name in each))
     rows = []
     for name in names:

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from wngrad.lab.report.sensitivity import lr_sensitivity as lr_sensitivity
     from wngrad.lab.report.sensitivity import recommended_lam as recommended_lam
     from wngrad.lab.report.sensitivity import usable_decades as usable_decades
+    from wngrad.lab.train.function_task import FunctionTask as FunctionTask
+    from wngrad.lab.train.loader_task import LoaderTask as LoaderTask
     from wngrad.lab.train.task import Task as Task
+    from wngrad.lab.train.trial import Trial as Trial
     from wngrad.optim import MatrixGroups as MatrixGroups
     from wngrad.optim import NeuronGroups as NeuronGroups
     from wngrad.optim import RateSummary as RateSummary
@@ -63,6 +66,9 @@ _HOMES = {
     "Claim": "wngrad.batch",
     "EvaluationError": "wngrad.batch",
     "Task": "wngrad.lab.train.task",
+    "LoaderTask": "wngrad.lab.train.loader_task",
+    "FunctionTask": "wngrad.lab.train.function_task",
+    "Trial": "wngrad.lab.train.trial",
     "best_lam": "wngrad.lab.report.sensitivity",
     "lr_sensitivity": "wngrad.lab.report.sensitivity",
     "recommended_lam": "wngrad.lab.report.sensitivity",

@@ -358,6 +358,18 @@ def test_a_sweep_of_a_users_own_task_runs_on_ray_from_its_file_to_the_report(clu
     assert curves(here / "ray") == curves(here / "local")
 
 
+@pytest.mark.parametrize("kind", ["train", "loaders"])
+def test_a_training_of_a_users_own_leaves_on_ray_what_it_leaves_here(kind, cluster, here):
+    assert wngrad(here, "sweep", "--init", kind, "mine.py")[0] == 0
+    words = ["sweep", "mine.py", "--lam", "0.1", "--seeds", "2", "--epochs", "2", "--no-defaults"]
+    words += ["--optimizers", "adamw(weight_decay=0.1),wnmuon", "--device", "cpu"]
+    assert wngrad(here, *words, "--out", "local")[0] == 0
+    status, out, err = wngrad(here, *words, "--out", "ray", "--ray", cluster.address)
+    assert status == 0, err
+    assert "4 of 4 lanes" in out
+    assert curves(here / "ray") == curves(here / "local")
+
+
 # --------------------------------------------------------------------- what is said first
 
 

@@ -4,31 +4,48 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import typer
 
 from wngrad.cli.messages import fail, make_folder, warn
-from wngrad.lab.run.job import Job, Outcome
+from wngrad.lab.run.job import Event, Job, Outcome
 from wngrad.lab.run.places import is_address
 from wngrad.lab.run.supervisor import supervise
 
 
-def train(job: Job, patience: float | None, ray: str | None, workers: int) -> tuple[Outcome, str]:
-    """Run a job under a progress bar; leaves if it was stopped, or could not begin."""
+def train(
+    job: Job,
+    patience: float | None,
+    ray: str | None,
+    workers: int,
+    opened: Callable[[], None] = lambda: None,
+) -> tuple[Outcome, str]:
+    """Run a job under a progress bar; leaves if it was stopped, or could not begin.
+
+    Args:
+        opened: called once the store is known to be that of this job.
+    """
     from wngrad.lab.run.progress import Watch
 
     _check(job, ray, workers)
     if not is_address(job.out):
         make_folder(Path(job.out))
     with Watch(job.sweep.name) as watch:
+
+        def tell(event: Event) -> None:
+            if event["kind"] == "plan":
+                opened()
+            watch(event)
+
         if ray is None:
-            outcome = supervise(job, watch, patience, workers=workers)
+            outcome = supervise(job, tell, patience, workers=workers)
         else:
             from wngrad.lab.run.cluster import driver
 
-            outcome = driver.run(job, watch, ray, patience=patience)
+            outcome = driver.run(job, tell, ray, patience=patience)
     if outcome.status in (130, 143):
         again = shlex.join(["wngrad", *sys.argv[1:]])
         print(f"Stopped; everything so far is saved in {job.out}. Go on with: {again}")

@@ -7,12 +7,15 @@ from typing import Annotated
 
 import typer
 
-from wngrad.cli import options
 from wngrad.cli.messages import NEEDS_LAB, fail, warn
+from wngrad.cli.sweep import show_report
 
 
 def report(
-    recipe: options.Recipe,
+    recipe: Annotated[
+        str,
+        typer.Argument(help="See `wngrad list`; module:sweep; or the folder of a `wngrad sweep`."),
+    ],
     records: Annotated[
         str | None,
         typer.Option(help="The folder or address of a run, or a .jsonl file of records."),
@@ -25,7 +28,11 @@ def report(
     from wngrad.lab.run.files import Damaged
     from wngrad.lab.run.places import is_address
     from wngrad.lab.run.store import Store, exported
+    from wngrad.lab.sweep import page_source
 
+    if is_address(recipe) or (Path(recipe) / page_source.NAME).is_file():
+        show_report(recipe, out or Path("out"))
+        return
     try:
         sweep = recipes.find(recipe)
         folder = out or Path("out") / sweep.name

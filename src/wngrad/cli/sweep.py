@@ -5,25 +5,35 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from wngrad.cli import job as jobs
-from wngrad.cli import options
+from wngrad.cli import options, starters
 from wngrad.cli.messages import NEEDS_LAB, fail, warn
 from wngrad.lab.optimizers import SWEPT
 from wngrad.lab.train.loader import did_you_mean
-from wngrad.lab.train.spec import Kind
+from wngrad.lab.train.naming import split
+from wngrad.lab.train.spec import Kind, StopRule
 
 
 def sweep(
-    task: Annotated[str, typer.Argument(help="file.py with a `task`; file.py:name; module:name.")],
+    task: Annotated[
+        str | None,
+        typer.Argument(
+            help="file.py with a `task` or a `train(trial)`; file.py:name; module:name."
+        ),
+    ] = None,
     optimizers: Annotated[
-        str, typer.Option(help="With commas: names, module:Class, or file.py:function.")
+        str,
+        typer.Option(
+            help="With commas: names, module:Class, file.py:function; (setting=value) after each."
+        ),
     ] = ",".join(SWEPT),
     lam_from: Annotated[float, typer.Option(help="The least λ of the grid.")] = 1e-4,
     lam_to: Annotated[float, typer.Option(help="The greatest.")] = 10.0,
@@ -44,11 +54,25 @@ def sweep(
     ray: options.Ray = None,
     cpus: options.Cpus = 1,
     dry_run: options.DryRun = False,
+    defaults: Annotated[
+        bool, typer.Option(help="Run each optimizer at the λ of its signature, too.")
+    ] = True,
+    stop: Annotated[
+        str, typer.Option(help="End runs that are lost: diverged, or median; none if not given.")
+    ] = "none",
+    init: Annotated[
+        str | None,
+        typer.Option(help="Write a file to start from: tensors, loaders or train; train nothing."),
+    ] = None,
 ) -> None:
     """How much does your own training depend on the learning rate? Trains, resumes and reports."""
     from wngrad.lab import sweep as sweeps
     from wngrad.lab.run.job import Job
 
+    if init is not None:
+        starters.write(init, task)
+    if task is None:
+        fail("`task` must be given: file.py or module:name; --init writes a file to start from.")
     here = os.getcwd()
     try:
         grid = _numbers("lam", lam) if lam else sweeps.grid(lam_from, lam_to, per_decade)
@@ -56,11 +80,13 @@ def sweep(
             task,
             lam=grid,
             seeds=seeds,
-            optimizers=[name.strip() for name in optimizers.split(",") if name.strip()],
+            optimizers=split(optimizers),
             epochs=epochs,
             device=device,
             program=_program(program),
             lanes=lanes,
+            defaults=defaults,
+            stop=_stop(stop),
         )
     except ValueError as error:
         fail(str(error))
@@ -72,21 +98,37 @@ def sweep(
     job = Job(plan.sweep, out or usual, None, device, note, save_every, lanes is not None, cpus)
     if dry_run:
         jobs.plan(job, ray, workers)
-    outcome, _ = jobs.train(job, patience, ray, workers)
+    command = shlex.join(["wngrad", *sys.argv[1:]])
+    opened = partial(sweeps.remember, plan, job.out, command)
+    outcome, _ = jobs.train(job, patience, ray, workers, opened)
+    show_report(job.out, usual)
+    raise typer.Exit(outcome.status)
+
+
+def show_report(home: Path | str, usual: Path) -> None:
+    """Write the report of a sweep's folder, and print its table."""
+    from wngrad.lab import sweep as sweeps
+
     try:
-        summary = sweeps.report(plan, job.out, usual, shlex.join(["wngrad", *sys.argv[1:]]), warn)
+        summary = sweeps.report(home, usual, warn)
     except ImportError as error:
         fail(f"{NEEDS_LAB} ({error}).")
     except (ValueError, OSError) as error:
         fail(str(error))
     table = Table()
     for head in summary.heads:
-        table.add_column(head, overflow="fold")
+        table.add_column(head, overflow="fold", min_width=max(map(len, head.split())))
     for row in summary.rows:
         table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 140).print(table, markup=False)
     print(*summary.lines, sep="\n")
-    raise typer.Exit(outcome.status)
+
+
+def _stop(text: str) -> StopRule:
+    names = ("none", "diverged", "median")
+    if text not in names:
+        fail(f"`--stop` must be {', '.join(names)}, got {text!r}{did_you_mean(text, names)}")
+    return "" if text == "none" else cast(StopRule, text)
 
 
 def _numbers(name: str, text: str) -> tuple[float, ...]:
@@ -97,7 +139,7 @@ def _numbers(name: str, text: str) -> tuple[float, ...]:
 
 
 def _program(text: str) -> Kind | None:
-    names = ("auto", *get_args(Kind))
+    names = ("auto", "stacked", "branches", "lone")
     if text not in names:
         close = did_you_mean(text, names)
         fail(f"`--program` must be {', '.join(names)}, got {text!r}{close}")

@@ -129,6 +129,38 @@ _ROWS = (
 )
 # fmt: on
 OPTIMIZERS: dict[str, Optimizer] = {row.name: row for row in _ROWS}
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """An optimizer that people call by a name, and that is run as it is."""
+
+    label: str  # as a report writes it
+    target: str  # "module:Class"
+    package: str = ""  # what pip calls it, if it comes with neither torch nor wngrad
+    takes_model: bool = False  # instead of parameters
+
+
+_PEERS = "pytorch_optimizer"
+NAMED: dict[str, Named] = {
+    "adamw": Named("AdamW", "torch.optim:AdamW"),
+    "wnmuon": Named("WNMuon", "wngrad.optim:WNMuon", takes_model=True),
+    "muon": Named("Muon + AdamW", "wngrad.lab.train.muon:MuonAdamW", takes_model=True),
+    "schedulefree": Named("schedule-free AdamW", "schedulefree:AdamWScheduleFree", "schedulefree"),
+    "schedulefree-sgd": Named("schedule-free SGD", "schedulefree:SGDScheduleFree", "schedulefree"),
+    "prodigy": Named("Prodigy", "prodigyopt:Prodigy", "prodigyopt"),
+    "dadapt-adam": Named("D-Adapt Adam", "dadaptation:DAdaptAdam", "dadaptation"),
+    "lion": Named("Lion", f"{_PEERS}:Lion", _PEERS),
+    "soap": Named("SOAP", f"{_PEERS}:SOAP", _PEERS),
+    "nadam": Named("NAdam", "torch.optim:NAdam"),
+    "radam": Named("RAdam", "torch.optim:RAdam"),
+    "rmsprop": Named("RMSprop", "torch.optim:RMSprop"),
+    "adagrad": Named("Adagrad", "torch.optim:Adagrad"),
+    "adadelta": Named("Adadelta", "torch.optim:Adadelta"),
+    "adamax": Named("Adamax", "torch.optim:Adamax"),
+    "adafactor": Named("Adafactor", "torch.optim:Adafactor"),
+    "lbfgs": Named("L-BFGS", "torch.optim:LBFGS"),
+}
 SPARE_STYLES = (  # for optimizers of one's own
     Style("#8c564b", "p", "pentagon", "⬟"),
     Style("#7b5ea7", "h", "hexagon", "⬢"),

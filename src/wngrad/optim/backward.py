@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from wngrad.optim import sharded
 from wngrad.optim.optimizer import BlockOptimizer
+from wngrad.optim.orthogonal_sharded import is_cut
 from wngrad.optim.state import Group, shape_of
 
 _OWNER = "step_in_backward"
@@ -156,10 +157,12 @@ def _check_places(optimizer: BlockOptimizer, group: Group) -> None:
         )
     for i, p in enumerate(params):
         if sharded.is_sharded(p):
-            if optimizer.direction(group, p).needs_whole:
+            direction = optimizer.direction(group, p)
+            if direction.orthogonalizes and is_cut(p, cast(Any, direction).layout):
                 _refuse(
-                    f"`params` that are orthogonalized must not be sharded, or backward would wait "
-                    f"for other ranks, got one of shape {tuple(p.shape)}; step after backward."
+                    f"`params` that are orthogonalized must have their matrices whole on a rank, "
+                    f"or backward would wait for other ranks, got one of shape {tuple(p.shape)} "
+                    f"that is cut; step after backward."
                 )
             if sharded.is_cut(p, shape_of(group, i)):
                 _refuse(

@@ -37,7 +37,7 @@ class Direction:
     buffers: ClassVar[tuple[str, ...]] = ()  # state of the parameter's shape and type
     counts_blocks: ClassVar[bool] = False  # t is kept for every block, not once a parameter
     touches_all: ClassVar[bool] = False  # moves entries without a gradient, so no sparse ones
-    needs_whole: ClassVar[bool] = False  # entries depend on others, which a shard may not hold
+    orthogonalizes: ClassVar[bool] = False  # an `Orthogonalizing`: u of a shard asks other ranks
     rate_in_rule: ClassVar[bool] = True  # b ← b + λ²‖u‖²/b; else b ← b + ‖u‖²/b
     # What decoupled weight decay is in proportion to: λ, the block's own rate, or there is none.
     decays_by: ClassVar[Literal["lr", "rate"] | None] = "lr"
@@ -141,7 +141,7 @@ class Adam(Direction):
 GRADIENT = Direction()
 
 
-def known_to_kernels(setting: str) -> Callable[[_Method], _Method]:
+def known_to_kernels(setting: str, *others: str) -> Callable[[_Method], _Method]:
     """Marks an optimizer's `direction` method as one that the fused kernels stand in for.
 
     A subclass that overrides the method loses the mark, and with it the kernels: what it returns
@@ -149,10 +149,11 @@ def known_to_kernels(setting: str) -> Callable[[_Method], _Method]:
 
     Args:
         setting: the group's setting that holds μ or β.
+        others: settings of the group that the kind of direction depends on.
     """
 
     def mark(method: _Method) -> _Method:
-        method.kernel_setting = setting  # type: ignore[attr-defined]
+        method.kernel_settings = (setting, *others)  # type: ignore[attr-defined]
         return method
 
     return mark

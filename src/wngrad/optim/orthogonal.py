@@ -40,24 +40,27 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     x = matrices.to(wide)
     if x.numel() == 0:
         return x
+    if x.dim() > 2:  # On a CPU, products of two dimensions are faster than of three.
+        single = x.shape[:-2].numel() == 1 and x.device.type == "cpu"
+        x = x.reshape(x.shape[-2:] if single else (-1, *x.shape[-2:]))
     tall = x.shape[-2] > x.shape[-1]
-    x = _scaled(x.mT if tall else x)
+    x = x.mT if tall else x
     exact = wide == torch.float64 or not x.is_cuda
     if exact and x.shape[-1] > WIDE * x.shape[-2]:
         x = _by_gram(x)
     else:
+        x = _scaled(x)
         x = _polynomials(x if exact else x.half()).to(wide)
-    return x.mT if tall else x
+    return (x.mT if tall else x).reshape(matrices.shape)
 
 
 def _scaled(x: Tensor) -> Tensor:
     """Every matrix divided by its Frobenius norm, which neither overflows nor underflows."""
-    top = x.abs().amax((-2, -1), keepdim=True)
-    x = x / torch.where(top > 0, top, 1)
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    x = x / torch.where(norm > 0, norm, 1)
+    least = torch.finfo(x.dtype).tiny
+    x = x / x.abs().amax((-2, -1), keepdim=True).clamp(min=least)
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=least)
     # Too small to matter, and its powers would be denormal, at which some processors are slow.
-    return torch.where(x.abs() < NOTHING, 0, x)
+    return torch.nn.functional.hardshrink(x, NOTHING)
 
 
 def _scale(square: Tensor) -> Tensor:
@@ -71,21 +74,41 @@ def _scale(square: Tensor) -> Tensor:
 
 
 def _by_gram(x: Tensor) -> Tensor:
-    """P·X, where P is made from XXᵀ alone: fewer operations where a row is much longer.
+    """P·X, where P is made from XXᵀ alone: fewer operations where a row is much longer."""
+    # With no entry above 1, neither XXᵀ nor its square overflows.
+    x = x / x.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+    x = torch.nn.functional.hardshrink(x, NOTHING)
+    return gram_factor(x @ x.mT) @ x
+
+
+def gram_factor(gram: Tensor) -> Tensor:
+    """P, from XXᵀ alone, such that P·X is X orthogonalized.
 
     XXᵀ has the squares of the singular values, of which float32 has digits enough and float16
     has not. All matrices here are polynomials of one, so their order does not matter.
     """
-    gram = x @ x.mT
-    scale = _scale(gram @ gram)
-    gram, product = gram * scale**2, scale * torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
-    for k, (a, b, c) in enumerate(COEFFICIENTS, 1):
-        factor = b * gram + c * (gram @ gram)
-        product = a * product + factor @ product  # P ← (a + b·A + c·A²)·P
-        if k < len(COEFFICIENTS):
-            half = a * gram + factor @ gram
-            gram = a * half + half @ factor  # A ← (a + b·A + c·A²)²·A
-    return product @ x
+    square = gram @ gram
+    tiny = torch.finfo(gram.dtype).tiny
+    norm = torch.linalg.vector_norm(square, dim=(-2, -1), keepdim=True)
+    scale_2 = norm.clamp(min=tiny).rsqrt() * ABOVE**-2  # of σ²: see `_scale`
+    (a, b, c), *rest = COEFFICIENTS
+    gram = torch.nn.functional.hardshrink(gram * scale_2, NOTHING**2)
+    factor = torch.add(b * gram, square * (scale_2 * scale_2), alpha=c)
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    product: Tensor = torch.add(factor, eye, alpha=a) * scale_2.sqrt()  # P ← a + b·A + c·A²
+    for a_next, b, c in rest:
+        half = _plus(gram, a, factor, gram)
+        gram = _plus(half, a, half, factor)  # A ← (a + b·A + c·A²)²·A
+        a, factor = a_next, _plus(gram, b, gram, gram, c)
+        product = _plus(product, a, factor, product)  # P ← (a + b·A + c·A²)·P
+    return product
+
+
+def _plus(x: Tensor, beta: float, y: Tensor, z: Tensor, alpha: float = 1.0) -> Tensor:
+    """beta·X + alpha·Y·Z."""
+    if x.dim() == 2:
+        return torch.addmm(x, y, z, beta=beta, alpha=alpha)
+    return torch.baddbmm(x, y, z, beta=beta, alpha=alpha)
 
 
 def _polynomials(x: Tensor) -> Tensor:
@@ -98,19 +121,25 @@ def _polynomials(x: Tensor) -> Tensor:
     x = _next(x, a, mixed.to(x.dtype))
     for a, b, c in rest:
         gram = x @ x.mT
-        x = _next(x, a, b * gram + c * (gram @ gram))
+        mixed = b * gram + c * (gram @ gram) if x.is_cuda else _plus(gram, b, gram, gram, c)
+        x = _next(x, a, mixed)
     return x
 
 
 def _next(x: Tensor, a: float, mixed: Tensor) -> Tensor:
     """a·X + (b·XXᵀ + c·(XXᵀ)²)·X."""
-    if x.dim() == 3 and x.is_cuda:
-        return torch.baddbmm(x, mixed, x, beta=a)
+    if x.dim() == 3 or not x.is_cuda:
+        return _plus(x, a, mixed, x)
     return a * x + mixed @ x
 
 
 def orthogonalize_all(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """The same for a list of stacks (n, rows, columns): those of one size in one batch."""
+    """The same for a list of stacks (n, rows, columns): those of one size in one batch.
+
+    But not on a CPU, where that saves little, and no stack's digits are to depend on the others.
+    """
+    if all(each.device.type == "cpu" for each in matrices):
+        return [orthogonalize(each) for each in matrices]
     by_size: dict[tuple[object, ...], list[int]] = {}
     for i, each in enumerate(matrices):
         rows, columns = each.shape[-2:]

@@ -6,7 +6,7 @@ where a block is cut, its squared norm is summed over the ranks that hold the pi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -30,28 +30,6 @@ def local_gradient(p: Tensor) -> Tensor:
     if is_sharded(g) and tuple(g.placements) != tuple(_placements(p)):
         g = g.redistribute(placements=_placements(p))
     return local(g)
-
-
-def gathered(p: Tensor, t: Tensor) -> Tensor:
-    """All of a tensor that is sharded like `p`, of which `t` is this rank's part."""
-    if not is_sharded(p):
-        return t
-    from torch.distributed.tensor import DTensor
-
-    mesh, shape, stride = cast(Any, p).device_mesh, p.shape, p.stride()
-    whole = DTensor.from_local(t, mesh, _placements(p), shape=shape, stride=stride)
-    return whole.full_tensor()
-
-
-def part(p: Tensor, t: Tensor) -> Tensor:
-    """This rank's part of a tensor that every rank has, if it is sharded like `p`."""
-    if not is_sharded(p):
-        return t
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = cast(Any, p).device_mesh
-    whole = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim)
-    return local(whole.redistribute(placements=_placements(p)))
 
 
 def filled(
@@ -112,6 +90,17 @@ def cuts(p: Tensor, b: Tensor) -> tuple[Any, ...]:
     mesh = cast(Any, p).device_mesh
     places = enumerate(zip(_placements(p), _placements(b), strict=True))
     return tuple(mesh.get_group(dim) for dim, (of_p, of_b) in places if _cut(of_p) != _cut(of_b))
+
+
+def cut_by(p: Tensor) -> list[tuple[int, Any]]:
+    """The dimensions of the mesh that cut a sharded `p`, with how each places it."""
+    return [(dim, place) for dim, place in enumerate(_placements(p)) if _cut(place)]
+
+
+def groups(p: Tensor, dims: Iterable[int]) -> tuple[Any, ...]:
+    """The process groups along these dimensions of a sharded parameter's mesh."""
+    mesh = cast(Any, p).device_mesh
+    return tuple(mesh.get_group(dim) for dim in dims)
 
 
 def is_cut(p: Tensor, blocks: Shape) -> bool:

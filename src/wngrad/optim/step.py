@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from wngrad.optim import blocks, checks, lists, move, sharded
+from wngrad.optim import blocks, checks, lists, move, orthogonal_sharded, sharded
 from wngrad.optim.directions import Direction
 from wngrad.optim.move import Item, Kind, gradient, traced, working
+from wngrad.optim.orthogonal_sharded import Shard, is_cut
 from wngrad.optim.views import SharedBlocks, View, rows
 
 
@@ -30,6 +31,7 @@ def plain_step(
     Args:
         before_moving: called once, when nothing can be refused any more.
     """
+    _refuse_differentiable_cuts(owner, units)
     for batch in _batches(units):
         batch.measure()
         kinds = batch.kinds()
@@ -93,7 +95,12 @@ def _pieces(unit: SharedBlocks) -> Iterable[SharedBlocks]:
 
 
 def _between_ranks(unit: SharedBlocks) -> bool:
-    return any(view.groups for view in unit.members)
+    return any(view.groups or _asks_ranks(view) for view in unit.members)
+
+
+def _asks_ranks(view: View) -> bool:
+    """Whether its direction may depend on other ranks."""
+    return view.direction.orthogonalizes and sharded.is_sharded(view.param)
 
 
 class _Batch:
@@ -155,27 +162,45 @@ def _propose(
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """What each view's direction hands to the rule: u, and its buffers as they will be."""
     by_direction: dict[Direction, list[int]] = {}
+    between_ranks: list[int] = []
     for i, (_, view) in enumerate(pairs):
-        by_direction.setdefault(view.direction, []).append(i)
-    u: dict[int, Tensor] = {}
-    buffers: dict[int, dict[str, Tensor]] = {}
+        if _asks_ranks(view):
+            between_ranks.append(i)
+        elif not view.direction.measures_gradient:  # else it is made below when it is its turn
+            by_direction.setdefault(view.direction, []).append(i)
+    made: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
     for direction, members in by_direction.items():
-        if direction.measures_gradient:
-            continue  # the gradient itself, made below when it is its turn
         inputs = [_Inputs.of(*pairs[i]) for i in members]
         g, t = [each.g for each in inputs], [each.t for each in inputs]
         before = {name: [each.buffers[name] for each in inputs] for name in direction.buffers}
         proposed, after = direction.propose(g, before, t)
         for k, i in enumerate(members):
-            view = pairs[i][1]
-            u[i] = _as_view(view, proposed[k])
-            buffers[i] = {name: _as_view(view, after[name][k]) for name in after}
+            made[i] = proposed[k], {name: after[name][k] for name in after}
+    if between_ranks:
+        made.update(_propose_between_ranks(pairs, between_ranks))
     for i, pair in enumerate(pairs):
-        yield (u[i], buffers[i]) if i in u else (gradient(*pair), {})
+        yield made[i] if i in made else (gradient(*pair), {})
+
+
+def _propose_between_ranks(
+    pairs: list[tuple[SharedBlocks, View]], members: list[int]
+) -> Iterator[tuple[int, tuple[Tensor, dict[str, Tensor]]]]:
+    """The same for sharded parameters whose matrices may be cut, all of them at once."""
+    shards = []
+    for i in members:
+        view = pairs[i][1]
+        shape = sharded.local(view.param).shape  # of which blocks may have cut dimensions
+        g, buffers, _ = _Inputs.of(*pairs[i])
+        buffers = {name: buffer.reshape(shape) for name, buffer in buffers.items()}
+        direction = cast(Any, view.direction)
+        shards.append(Shard(view.param, direction, g.reshape(shape), buffers))
+    for i, (u, after) in zip(members, orthogonal_sharded.propose(shards), strict=True):
+        shape = pairs[i][1].p.shape
+        yield i, (u.reshape(shape), {name: new.reshape(shape) for name, new in after.items()})
 
 
 class _Inputs(NamedTuple):
-    """What a direction is made from, in the type of the arithmetic and the parameter's shape."""
+    """What a direction is made from, in the type of the arithmetic."""
 
     g: Tensor
     buffers: dict[str, Tensor]
@@ -183,27 +208,8 @@ class _Inputs(NamedTuple):
 
     @staticmethod
     def of(unit: SharedBlocks, view: View) -> _Inputs:
-        g, names = gradient(unit, view), view.direction.buffers
-        buffers = {name: working(view.buffers[name]) for name in names}
-        if view.direction.needs_whole:
-            g = sharded.gathered(view.param, _as_parameter(view, g))
-            buffers = {
-                name: sharded.gathered(view.param, _as_parameter(view, buffer))
-                for name, buffer in buffers.items()
-            }
-        return _Inputs(g, buffers, view.t)
-
-
-def _as_parameter(view: View, t: Tensor) -> Tensor:
-    """In the parameter's shape, where blocks have cut its dimensions."""
-    return t.reshape(sharded.local(view.param).shape)
-
-
-def _as_view(view: View, t: Tensor) -> Tensor:
-    """As the rule wants it: this rank's part, its dimensions cut where blocks are."""
-    if view.direction.needs_whole:
-        t = sharded.part(view.param, t).reshape(view.p.shape)
-    return t
+        buffers = {name: working(view.buffers[name]) for name in view.direction.buffers}
+        return _Inputs(gradient(unit, view), buffers, view.t)
 
 
 # -------------------------------------------------------------------- squared norms, shared b
@@ -243,6 +249,16 @@ def _shared_b(unit: SharedBlocks) -> list[Tensor]:
         return each
     every = torch.stack([b.flatten().to(each[0].device) for b in distinct.values()])
     return [every.amax(0).to(b.device).view_as(b) for b in each]
+
+
+def _refuse_differentiable_cuts(owner: str, units: list[SharedBlocks]) -> None:
+    for unit in units:
+        for view in unit.members if unit.settings.differentiable else ():
+            if _asks_ranks(view) and is_cut(view.param, cast(Any, view.direction).layout):
+                raise ValueError(
+                    f"{owner}: `differentiable` must be False for matrices that are cut between "
+                    f"ranks, got True for a parameter of shape {tuple(view.param.shape)}."
+                )
 
 
 def _refuse_nonfinite(owner: str, kinds: Iterable[Kind]) -> None:

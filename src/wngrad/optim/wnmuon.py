@@ -2,62 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, cast, get_args
 
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from wngrad.optim import checks, lists
-from wngrad.optim.directions import Adam, Buffers, Direction
+from wngrad.optim import checks
+from wngrad.optim.directions import Adam, Direction, known_to_kernels
 from wngrad.optim.matrices import Layout, Role, by_shape
 from wngrad.optim.optimizer import BlockOptimizer
-from wngrad.optim.orthogonal import orthogonalize_all
+from wngrad.optim.orthogonalized import Orthogonalized, OrthogonalizedRows
 from wngrad.optim.roles import matrix_groups
 
 _VECTOR_SCALE = 0.3  # the step of a vector's entry in units of a neuron's; docs/log.md
-
-
-@dataclass(frozen=True, slots=True)
-class Orthogonalized(Direction):
-    """m ← μ·m + (1−μ)·g,  u = orthogonalize(μ·m + (1−μ)·g)·max(1, √(out/in)).
-
-    Every singular value of a matrix counts the same (Muon; Jordan et al. 2024), and a neuron's row
-    of u has a norm of about 1, however wide the layer is and however large the gradient.
-    """
-
-    mu: float
-    layout: Layout
-    buffers: ClassVar[tuple[str, ...]] = ("m",)
-    touches_all: ClassVar[bool] = True
-    needs_whole: ClassVar[bool] = True
-    rate_in_rule: ClassVar[bool] = False
-    decays_by: ClassVar[Literal["lr", "rate"] | None] = "rate"
-
-    def propose(
-        self, g: list[Tensor], buffers: Buffers, t: list[Tensor]
-    ) -> tuple[list[Tensor], Buffers]:
-        m = lists.lerp(buffers["m"], g, 1 - self.mu)
-        ahead = lists.lerp(g, m, self.mu)
-        stacks = orthogonalize_all([self.layout.matrices(each) for each in ahead])
-        pairs = zip(stacks, g, strict=True)
-        u = [self.layout.scale(g.shape) * self.layout.restore(stack, g) for stack, g in pairs]
-        return u, {"m": m}
-
-
-@dataclass(frozen=True, slots=True)
-class OrthogonalizedRows(Orthogonalized):
-    """The same for an embedding: rows without a gradient in this step do not move or decay."""
-
-    decays_by: ClassVar[Literal["lr", "rate"] | None] = None
-
-    def propose(
-        self, g: list[Tensor], buffers: Buffers, t: list[Tensor]
-    ) -> tuple[list[Tensor], Buffers]:
-        u, after = Orthogonalized.propose(self, g, buffers, t)
-        seen = [(g != 0).flatten(1).any(1).view(-1, *[1] * (g.dim() - 1)) for g in g]
-        return [u * rows for u, rows in zip(u, seen, strict=True)], after
 
 
 def _role(owner: str, name: str, value: object) -> str | None:
@@ -167,6 +125,7 @@ class WNMuon(BlockOptimizer):
                 for p, layout in pairs
             ]
 
+    @known_to_kernels("momentum", "role", "layout")
     def direction(self, group: dict[str, Any], p: Tensor) -> Direction:
         """Orthogonalized momentum for matrices, Adam's direction for vectors."""
         layout, mu = _layout_of(group, p), group["momentum"]

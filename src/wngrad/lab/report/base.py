@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from wngrad.lab.report.cells import ACCURACY, HIGHER, Cell
+from wngrad.lab.report.cells import Cell, in_percent, more_is_better
+from wngrad.lab.report.costs import Log
 from wngrad.lab.report.markdown import bullets
 from wngrad.lab.report.results import Results
 from wngrad.lab.train.spec import Metric
@@ -27,12 +28,12 @@ class Axis:
 
     @property
     def percent(self) -> bool:
-        return self.metric == ACCURACY
+        return in_percent(self.metric)
 
     @property
     def higher(self) -> bool:
         """True if more is better; what is bad is marked at the other end."""
-        return self.metric in HIGHER
+        return more_is_better(self.metric)
 
     def height(self, cell: Cell) -> float | None:
         """Where a mean is drawn: accuracy in per cent, a loss within reach of a log axis."""
@@ -61,13 +62,21 @@ class Report(ABC):
     Args:
         notes: remarks to print beside those of the records.
         recipe: what the user calls the sweep on the command line, if not by its name.
+        log: what steps cost.
     """
 
     HEAD: ClassVar[str]
     TABLE: ClassVar[str]
 
-    def __init__(self, results: Results, notes: Sequence[str] = (), recipe: str = "") -> None:
+    def __init__(
+        self,
+        results: Results,
+        notes: Sequence[str] = (),
+        recipe: str = "",
+        log: Log | None = None,
+    ) -> None:
         self.results, self.notes, self.recipe = results, list(notes), recipe
+        self.log = log or Log()
 
     @abstractmethod
     def verdict(self) -> str:
@@ -135,7 +144,7 @@ class Report(ABC):
     def provisional(self) -> str:
         """What is still to come, in a sentence; empty if nothing is."""
         results, sweep = self.results, self.results.sweep
-        if results.epochs == sweep.epochs and results.seeds == len(sweep.seeds):
+        if not results.cut_short and results.seeds == len(sweep.seeds):
             return ""
         return (
             f" Provisional: {results.epochs} of {sweep.epochs} epochs, "

@@ -8,16 +8,19 @@ from pathlib import Path
 from wngrad.lab import atomic
 from wngrad.lab.report import figures, page
 from wngrad.lab.report.base import Report
+from wngrad.lab.report.costs import Log
 from wngrad.lab.report.paper import PaperReport
 from wngrad.lab.report.results import Results
 from wngrad.lab.report.task import TaskReport
 from wngrad.lab.train.spec import Record, Sweep
 
 
-def build(results: Results, notes: Sequence[str] = (), recipe: str = "") -> Report:
+def build(
+    results: Results, notes: Sequence[str] = (), recipe: str = "", log: Log | None = None
+) -> Report:
     """The report of these results: that of a task of one's own, or of a figure of the paper."""
     kind = TaskReport if results.sweep.task else PaperReport
-    return kind(results, notes, recipe)
+    return kind(results, notes, recipe, log)
 
 
 def write(
@@ -43,7 +46,18 @@ def write(
         ValueError: no record belongs to the sweep.
         OSError: a file could not be written; it is named, and what was there before is whole.
     """
-    report = build(Results(sweep, records), notes, recipe)
+    return write_results(Results(sweep, records), out, notes, recipe)
+
+
+def write_results(
+    results: Results,
+    out: Path,
+    notes: Sequence[str] = (),
+    recipe: str = "",
+    log: Log | None = None,
+) -> list[Path]:
+    """As `write`, of results; `log` says what steps cost."""
+    report = build(results, notes, recipe, log)
     out.mkdir(parents=True, exist_ok=True)
     names = ("report.html", "figure.png", "figure.svg", "summary.md")
     html, png, svg, summary = (out / name for name in names)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wngrad.lab.optimizers import OPTIMIZERS
+from wngrad.lab.optimizers import NAMED, OPTIMIZERS
 from wngrad.lab.train.spec import Metric
 
 ACCURACY: Metric = "test_accuracy"
 LOSSES: tuple[Metric, ...] = ("train_loss", "test_loss")
-HIGHER: tuple[Metric, ...] = (ACCURACY, "test_score")  # where more is better
+LESS = re.compile(r"loss|error|perplexity|ppl|mae|mse|rmse|wer|cer|nll|distance|time|_steps")
 LABELS = {
     **{row.name: row.label for row in OPTIMIZERS.values()},
+    **{name: row.label for name, row in NAMED.items()},
     "train_loss": "train loss",
     "test_loss": "test loss",
     "test_accuracy": "test accuracy",
@@ -28,7 +30,17 @@ LABELS = {
 
 def label(name: str) -> str:
     """How a report writes the name of an optimizer, metric, dataset or model."""
-    return LABELS.get(name, name.rpartition(".py:")[2])
+    home, parenthesis, settings = name.partition("(")
+    return LABELS.get(home, home.rpartition(".py:")[2]) + parenthesis + settings
+
+
+def more_is_better(metric: Metric) -> bool:
+    """Judged by its name: of a loss or an error less is better, of all else more."""
+    return LESS.search(metric) is None
+
+
+def in_percent(metric: Metric) -> bool:
+    return metric.endswith("_accuracy")
 
 
 def lam_text(lam: float | None) -> str:
@@ -67,7 +79,7 @@ class Cell:
         """For ranking, lower is better: infinite as soon as one seed diverged."""
         if self.mean is None or self.diverged:
             return math.inf
-        return -self.mean if self.metric in HIGHER else self.mean
+        return -self.mean if more_is_better(self.metric) else self.mean
 
     def __str__(self) -> str:
         if not self.lanes:
@@ -80,7 +92,7 @@ class Cell:
 
 def amount(metric: Metric, value: float, spread: float | None) -> str:
     """`0.0123 ± 0.0004`, or `71.20 ± 0.35 %`; the spread of a single value is a dash."""
-    if metric == ACCURACY:
+    if in_percent(metric):
         return f"{100 * value:.2f} ± {'–' if spread is None else f'{100 * spread:.2f}'} %"
     three_digits = f"{value:#.3g}".rstrip(".")  # zeros at the end too
     return f"{three_digits} ± {'–' if spread is None else f'{spread:.2g}'}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
 
@@ -13,8 +13,6 @@ from wngrad.lab.report.cells import Cell
 from wngrad.lab.report.results import Best, Results
 from wngrad.lab.report.sensitivity import WITHIN, Estimate, Range
 from wngrad.lab.train.spec import Metric
-
-BY: Metric = "test_loss"
 
 
 @dataclass(frozen=True)
@@ -26,13 +24,14 @@ class Curves:
     losses: Sequence[Sequence[float]]  # (seeds, grid), nan where it diverged
     start: Sequence[float]  # the loss before training, of each seed
     best: Sequence[float]  # the least loss of all optimizers, of each seed
+    by: Metric = field(default="test_loss", kw_only=True)
 
     @cached_property
     def sensitivity(self) -> Cell:
         """From the optimizer's own best; one value for each seed."""
         pairs = zip(self.losses, self.start, strict=True)
         values = [sensitivity.lr_sensitivity(self.lam, *pair) for pair in pairs]
-        return Cell.of(BY, values, self.seeds)
+        return Cell.of(self.by, values, self.seeds)
 
     @cached_property
     def usable(self) -> Range | None:
@@ -54,6 +53,7 @@ class Row:
     """One optimizer of a sweep."""
 
     optimizer: str
+    default: Best | None  # at the λ of its signature
     best: Best | None
     curves: Curves | None  # None if no seed has them
     diverged: int
@@ -84,8 +84,9 @@ def measure(results: Results) -> Dependence:
 
 def _losses(results: Results, name: str) -> dict[int, tuple[float, list[float]]]:
     """The loss at the start and the final losses over the grid, of each seed that has them all."""
-    cells = [results.by_seed(name, lam, BY) for lam in sorted(results.sweep.lam)]
-    starts = results.starts(name, BY)
+    by = results.sweep.best_by
+    cells = [results.by_seed(name, lam, by) for lam in results.sweep.grid(name)]
+    starts = results.starts(name, by)
     return {
         seed: (start, [by_seed[seed] for by_seed in cells])
         for seed in results.sweep.seeds
@@ -103,7 +104,8 @@ def _row(
     if losses:
         start, table = zip(*losses.values(), strict=True)
         best = [min(lowest[seed], first) for seed, first in zip(losses, start, strict=True)]
-        curves = Curves(sorted(results.sweep.lam), list(losses), table, start, best)
+        grid = results.sweep.grid(name)
+        curves = Curves(grid, list(losses), table, start, best, by=results.sweep.best_by)
     failed = sum(record.lane.optimizer == name for record in results.failed)
     counts = (results.diverged(name), results.finished(name), failed)
-    return Row(name, results.best(name, BY), curves, *counts)
+    return Row(name, results.at_default(name), results.best(name), curves, *counts)

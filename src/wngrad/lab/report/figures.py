@@ -61,7 +61,7 @@ def draw(report: Report) -> Any:
     head, body, tail = fig.subfigures(3, 1, height_ratios=heights)
     head.text(0.01, 0.92, f"{sweep.name}: {sweep.claim}", va="top", size=12)
     head.legend(handles=handles, loc="lower left", ncols=COLUMNS, frameon=False, borderpad=0.2)
-    axes = body.subplots(2, 2)
+    axes = body.subplots(2, len(sweep.metrics), squeeze=False)
     for column, metric in enumerate(sweep.metrics):
         on = report.axis(metric)
         _over_lam(axes[0][column], report.results, metric, on)
@@ -85,7 +85,7 @@ def _over_lam(ax: Any, results: Results, metric: Metric, on: Axis) -> None:
     _plain(ax.xaxis)
     ax.set_xlim(lams[0] / 1.4, lams[-1] * 1.4)
     ax.set_xlabel("λ")
-    ax.set_title(f"{results.label(metric)} at epoch {results.epochs}")
+    ax.set_title(f"{results.label(metric)} at {results.last()}")
 
 
 def _means(ax: Any, cells: dict[float, Cell], on: Axis, line: dict[str, Any]) -> list[float]:
@@ -122,7 +122,7 @@ def _edge(ax: Any, cells: dict[float, Cell], on: Axis, row: int, style: Style) -
 
 def _over_epochs(ax: Any, results: Results, metric: Metric, on: Axis) -> None:
     """A panel of the means over the epochs; where a seed diverges a line ends in a cross."""
-    every = styles(results.sweep.optimizers)
+    every, (word, times) = styles(results.sweep.optimizers), results.time
     means: list[float] = []
     lost: list[tuple[int, str]] = []
     for name, lam, dash in _lines(results):
@@ -133,20 +133,20 @@ def _over_epochs(ax: Any, results: Results, metric: Metric, on: Axis) -> None:
         row, step = list(every).index(name), max(1, results.epochs // 6)
         apart = (row * step // len(every), step)  # markers that do not hide each other
         line = _line_style(every[name], row, len(every))
-        ax.plot(range(1, len(y) + 1), y, linestyle=dash, markevery=apart, **line)
+        ax.plot(times[: len(y)], y, linestyle=dash, markevery=apart, **line)
         means += y
         if end is not None and cells[end].diverged:
-            lost.append((end + 1, every[name].color))
+            lost.append((times[end], every[name].color))
     place = ROW / 2 if on.higher else 1 - ROW / 2
     for epoch, color in lost:
         at = {"transform": ax.get_xaxis_transform(), "clip_on": False}
         ax.plot([epoch], [place], marker="x", color=color, markersize=5, **at)
     _limits(ax, on, means, 1 if lost else 0)
-    ax.set_xlim(0, max(results.epochs, 1) * 1.02)
-    ax.set_xlabel("epoch")
+    ax.set_xlim(0, max([*times, 1]) * 1.02)
+    ax.set_xlabel(word)
     named = " and ".join(lam_text(lam) for lam, _ in _named(results))
     where = f"λ = {named}" if named else "the best λ of each"
-    ax.set_title(f"{results.label(metric)} over the epochs, at {where}")
+    ax.set_title(f"{results.label(metric)} over the {word}s, at {where}")
 
 
 def _named(results: Results) -> list[tuple[float, str]]:

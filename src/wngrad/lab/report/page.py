@@ -27,7 +27,8 @@ def render(report: Report) -> str:
         "name": escape(sweep.name),
         "claim": escape(sweep.claim),
         "facts": escape(results.facts()),
-        "epoch": str(results.epochs),
+        "last": escape(results.last()),
+        "times": "epochs" if results.time[0] == "epoch" else f"{results.time[0]}s",
         "commands": " and ".join(f"<code>{escape(text)}</code>" for text in report.commands()),
         "marks": escape(report.marks()),
         "head": report.HEAD,
@@ -90,7 +91,7 @@ def _values(results: Results) -> list[list[str]]:
     return [
         [label(name), lam_text(lam), *(str(results.cell(name, lam, m)) for m in results.metrics)]
         for name in results.sweep.optimizers
-        for lam in sorted(results.sweep.lam)
+        for lam in sorted({s.lam for s in results.sweep.settings if s.optimizer == name})
     ]
 
 
@@ -134,6 +135,7 @@ def _data(report: Report) -> dict[str, Any]:
     results, grid = report.results, sorted(report.results.sweep.lam)
     names, metrics = results.sweep.optimizers, results.sweep.metrics
     data: dict[str, Any] = {"lam": grid, "lamText": [lam_text(lam) for lam in grid]}
+    data |= dict(zip(("time", "x"), results.time, strict=True))
     data |= {"metrics": {}, "final": {}, "curves": {}}
     for metric in metrics:
         on = report.axis(metric)

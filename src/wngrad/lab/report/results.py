@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
-from wngrad.lab.report.cells import ACCURACY, LOSSES, Cell, label
-from wngrad.lab.train.spec import Metric, Record, Setting, Sweep
+from wngrad.lab.report.cells import ACCURACY, LOSSES, Cell, label, more_is_better
+from wngrad.lab.train.spec import Lane, Metric, Record, Setting, Sweep
 
 USABLE = 0.05  # A λ is usable if its test accuracy is within so much of the best of all.
 NEAR = 0.01  # The paper rounds its λ: 0.056 is 10^−1.25.
@@ -31,7 +30,9 @@ class Best:
 class Results:
     """The records of a sweep, by optimizer, λ, metric and epoch (from 1)."""
 
-    def __init__(self, sweep: Sweep, records: Sequence[Record]) -> None:
+    def __init__(
+        self, sweep: Sweep, records: Sequence[Record], planned: Iterable[Lane] | None = None
+    ) -> None:
         latest = {record.lane: record for record in records}
         lanes = [lane for lane in sweep.lanes if lane in latest and _belongs(sweep, latest[lane])]
         if not lanes:
@@ -42,10 +43,14 @@ class Results:
         self.sweep = sweep
         self.done = {lane: latest[lane] for lane in lanes if latest[lane].status == "done"}
         self.failed = [latest[lane] for lane in lanes if latest[lane].status == "failed"]
-        self.missing = [lane for lane in sweep.lanes if lane not in set(lanes)]
+        wanted = set(sweep.lanes if planned is None else planned)
+        self.missing = [lane for lane in sweep.lanes if lane in wanted.difference(lanes)]
         self.foreign = len(latest) - len(lanes)
         # The last epoch that every lane has reached: no number mixes lanes of different ages.
-        self.epochs = min((r.epochs for r in self.done.values()), default=0)
+        whole = [r.epochs for r in self.done.values() if not r.ended]
+        every = [r.epochs for r in self.done.values()]
+        self.epochs = min(whole) if whole else max(every, default=0)
+        self.cut_short = bool(whole or not every) and self.epochs < sweep.epochs
         self.seeds = len({lane.seed for lane in self.done})
         self._done_at: dict[Setting, list[Record]] = {}
         for lane, record in self.done.items():
@@ -61,7 +66,8 @@ class Results:
         return {
             record.lane.seed: _value(record, metric, at)
             for record in self._done_at.get(Setting(optimizer, lam), ())
-            if 0 < at <= len(record.curves.get(metric, ()))
+            if (length := len(record.curves.get(metric, ())))
+            and (0 < at <= length or (at > length and record.ended))
         }
 
     def cell(self, optimizer: str, lam: float, metric: Metric, epoch: int | None = None) -> Cell:
@@ -78,8 +84,24 @@ class Results:
 
     def starts(self, optimizer: str, metric: Metric) -> dict[int, float | None]:
         """The value of each seed before training."""
-        records = (r for lane, r in self.done.items() if lane.optimizer == optimizer)
-        return {r.lane.seed: r.start.get(metric) for r in records}
+        records = [r for lane, r in self.done.items() if lane.optimizer == optimizer]
+        return {r.lane.seed: r.start.get(metric, self._first(r.lane.seed, metric)) for r in records}
+
+    def _first(self, seed: int, metric: Metric) -> float | None:
+        """In place of the value before training: the worst first report at the least λ."""
+        if self.sweep.program != "function":
+            return None
+        firsts = []
+        for name in self.sweep.optimizers:
+            record = self.done.get(Lane(name, min(self.sweep.grid(name)), seed))
+            value = None if record is None else next(iter(record.curves.get(metric, ())), None)
+            firsts += [] if value is None else [value]
+        return (min if more_is_better(metric) else max)(firsts, default=None)
+
+    @property
+    def has_starts(self) -> bool:
+        """True if the records say what held before training."""
+        return all(record.start for record in self.done.values())
 
     def start(self, metric: Metric) -> float | None:
         """The mean over the seeds before training; None if the records do not have it."""
@@ -92,10 +114,19 @@ class Results:
     def best(self, optimizer: str, metric: Metric | None = None) -> Best | None:
         """Where the mean of a metric (the sweep's `best_by`) is best; never where one diverged."""
         by = metric or self.sweep.best_by
-        every = [Best(optimizer, lam, self.cell(optimizer, lam, by)) for lam in self.sweep.lam]
+        grid = self.sweep.grid(optimizer)
+        every = [Best(optimizer, lam, self.cell(optimizer, lam, by)) for lam in grid]
         most = max(best.cell.n for best in every)  # a λ that lost seeds is not compared
         sound = [best for best in every if best.cell.cost < math.inf and best.cell.n == most]
         return min(sound, key=lambda best: best.cell.cost, default=None)
+
+    def at_default(self, optimizer: str) -> Best | None:
+        """What it reaches at the λ of its signature; None if it was not run there."""
+        lam = self.sweep.default_lam(optimizer)
+        if lam is None:
+            return None
+        cell = self.cell(optimizer, lam, self.sweep.best_by)
+        return Best(optimizer, lam, cell) if cell.lanes else None
 
     def best_of_all(self, metric: Metric) -> Best | None:
         bests = [best for name in self.sweep.optimizers if (best := self.best(name, metric))]
@@ -114,7 +145,8 @@ class Results:
 
     def diverged(self, optimizer: str) -> int:
         """How many lanes of an optimizer diverged."""
-        return sum(self.cell(optimizer, lam, "train_loss").diverged for lam in self.sweep.lam)
+        lanes = (r for lane, r in self.done.items() if lane.optimizer == optimizer)
+        return sum(_lost(r, self.epochs, self.sweep.best_by) for r in lanes)
 
     def finished(self, optimizer: str) -> int:
         """How many lanes of an optimizer have a result."""
@@ -135,21 +167,46 @@ class Results:
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """Every metric that the sweep shows or a record has."""
+        first = LOSSES if self.sweep.program != "function" else ()
+        return tuple(dict.fromkeys((*first, *self.sweep.metrics, *self.recorded)))
+
+    @property
+    def recorded(self) -> list[Metric]:
+        """Every metric that a record has: those of validation first, then those of the test."""
         curves = {key for record in self.done.values() for key in record.curves}
-        recorded = (key for key in get_args(Metric) if key in curves)
-        return tuple(dict.fromkeys((*LOSSES, *self.sweep.metrics, *recorded)))
+        return sorted(curves, key=lambda key: (key.partition("_")[0] != "valid", key))
 
     def label(self, metric: Metric) -> str:
         """How a report writes a metric: a task's by the name that its author gave it."""
-        own = metric in ("test_score", "test_error") and self.sweep.metric_name
-        return f"test {self.sweep.metric_name}" if own else label(metric)
+        part, _, name = metric.partition("_")
+        own = name in ("score", "error") and self.sweep.metric_name
+        if part not in ("valid", "test"):
+            return label(metric)
+        where = "validation" if part == "valid" else "test"
+        return f"{where} {own or name.replace('_', ' ')}"
+
+    @property
+    def time(self) -> tuple[str, list[int]]:
+        """What curves are drawn over: epochs, or the steps at which a function reported."""
+        steps = max((r.steps for r in self.done.values()), key=len, default=[])
+        alike = all(r.steps == steps[: len(r.steps)] for r in self.done.values())
+        if steps and alike:
+            return "step", steps
+        return ("report" if steps else "epoch"), list(range(1, self.epochs + 1))
+
+    def last(self) -> str:
+        """Where the final values were taken, in words."""
+        word, at = self.time
+        return f"{word} {at[-1] if at else 0}"
 
     def facts(self) -> str:
         """What was run, in a line."""
         sweep, seeds = self.sweep, "seed" if self.seeds == 1 else "seeds"
         problem = ", ".join(map(label, dict.fromkeys((sweep.dataset, sweep.model))))
-        lanes = f"{len(self.done)} of {len(sweep.lanes)} lanes"
-        return f"{problem}; n = {self.seeds} {seeds}, {self.epochs} epochs, {lanes}"
+        every = len(self.done) + len(self.failed) + len(self.missing)
+        lanes = f"{len(self.done)} of {every} lanes"
+        times = "reports" if self.time[0] != "epoch" else "epochs"
+        return f"{problem}; n = {self.seeds} {seeds}, {self.epochs} {times}, {lanes}"
 
     def provenance(self) -> dict[str, str]:
         """Every distinct value of what the records say of their making."""
@@ -158,7 +215,7 @@ class Results:
             made = {k: record.settings[k] for k in ("precision", "data") if k in record.settings}
             for key, value in (record.environment | made).items():
                 values.setdefault(key, {})[str(value)] = None
-        return {key: "; ".join(each) for key, each in values.items()}
+        return {key: text for key, each in values.items() if (text := "; ".join(each))}
 
     def notes(self) -> list[str]:
         """The remarks of the data and of the run, once each."""
@@ -167,7 +224,8 @@ class Results:
 
     def left_out(self) -> list[str]:
         """What these numbers do not rest on, in sentences."""
-        every, asked = len(self.sweep.lanes), self.sweep.epochs
+        every = len(self.done) + len(self.failed) + len(self.missing)
+        asked = self.sweep.epochs
         out = []
         if self.missing:
             which = few(self._missing())
@@ -177,7 +235,7 @@ class Results:
         out += self._undefined()
         if self.foreign:
             out.append(f"{self.foreign} records are of lanes that this sweep does not have.")
-        if self.epochs < asked:
+        if self.cut_short:
             out.append(
                 f"All numbers are at epoch {self.epochs}, the last that every lane reached; the "
                 f"sweep asks for {asked}."
@@ -204,10 +262,10 @@ class Results:
             lanes = [
                 str(lane)
                 for lane, record in self.done.items()
-                if metric not in LOSSES
+                if not metric.endswith("_loss")
                 and record.diverged_at is None
                 and metric in record.curves
-                and record.curves[metric][self.epochs - 1] is None
+                and record.curves[metric][: self.epochs][-1] is None
             ]
             if lanes:
                 what = f"{self.label(metric)} is not a finite number"
@@ -231,5 +289,12 @@ def _belongs(sweep: Sweep, record: Record) -> bool:
 def _value(record: Record, metric: Metric, epoch: int) -> float:
     # A network of nan still has a test accuracy, that of guessing: the training loss decides.
     lost = record.diverged_at is not None and record.diverged_at <= epoch
-    value = record.curves[metric][epoch - 1]
+    values = record.curves[metric][:epoch]  # a run that has ended stays as it was
+    value = values[-1] if values else None
     return math.nan if lost or value is None else value
+
+
+def _lost(record: Record, epoch: int, by: Metric) -> bool:
+    """True if a run has diverged by an epoch."""
+    metric = "train_loss" if "train_loss" in record.curves else by
+    return metric in record.curves and math.isnan(_value(record, metric, epoch))

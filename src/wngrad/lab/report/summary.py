@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from wngrad.lab.report.costs import Log
 from wngrad.lab.report.results import Results
 from wngrad.lab.report.task import TaskReport
 
@@ -20,14 +20,18 @@ class Summary:
     lines: list[str]
 
 
-def summarize(results: Results, written: Sequence[Path]) -> Summary:
+def summarize(results: Results, written: Sequence[Path], log: Log | None = None) -> Summary:
     """The summary of a sweep whose report has been written to these files."""
-    report = TaskReport(results)
+    report = TaskReport(results, log=log)
+    saved = [report.log.saved()] if results.sweep.stop else []
     lines = [
         f"{results.facts()}. {report.ranking()}",
+        *saved,
         *results.left_out(),
         f"Wrote {written[0]}, and {len(written)} more files beside it.",
     ]
     # A terminal is narrow, and n is in a line below.
-    rows = [[re.sub(r" \(n = \d+\)", "", cell) for cell in row] for row in report.rows()]
-    return Summary(report.heads(), rows, lines)
+    heads, rows = report.heads(report.few()), report.rows(report.few())
+    left = [k for k, head in enumerate(heads) if head != "recommended λ"]  # it is on the page
+    cells = [report.short([row[k] for k in left]) for row in rows]
+    return Summary([heads[k] for k in left], cells, lines)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Sequence
 from functools import cached_property
 
 from wngrad.lab.report import dependence, page
 from wngrad.lab.report.base import PICTURE, Axis, Report
-from wngrad.lab.report.cells import ACCURACY, HIGHER, LOSSES, label, lam_text, lead
-from wngrad.lab.report.dependence import BY, Dependence, Row
+from wngrad.lab.report.cells import in_percent, label, lam_text, lead, more_is_better
+from wngrad.lab.report.costs import Cost
+from wngrad.lab.report.dependence import Dependence, Row
 from wngrad.lab.report.markdown import plain, table
+from wngrad.lab.report.results import Best
 from wngrad.lab.report.sensitivity import LEVEL, WITHIN
 from wngrad.lab.train.spec import Metric
 
@@ -22,6 +25,11 @@ class TaskReport(Report):
 
     HEAD, TABLE = "How much each optimizer depends on λ", "dependence"
 
+    @property
+    def by(self) -> Metric:
+        """The loss that λ is chosen by."""
+        return self.results.sweep.best_by
+
     @cached_property
     def dependence(self) -> Dependence:
         return dependence.measure(self.results)
@@ -31,7 +39,12 @@ class TaskReport(Report):
 
     def cards(self) -> list[str]:
         heads = self.heads()[1:]
-        return [page.card(row[0], dict(zip(heads, row[1:], strict=True))) for row in self.rows()]
+        rows = [self.short(row) for row in self.rows()]
+        return [page.card(row[0], dict(zip(heads, row[1:], strict=True))) for row in rows]
+
+    def short(self, cells: Sequence[str]) -> list[str]:
+        """Cells without their n where it is that of all; the legend says it."""
+        return [cell.replace(f" (n = {self.results.seeds})", "") for cell in cells]
 
     def opening(self) -> list[str]:
         sweep = self.results.sweep
@@ -42,17 +55,17 @@ class TaskReport(Report):
         ]
 
     def axis(self, metric: Metric) -> Axis:
-        if metric == ACCURACY:
+        if in_percent(metric):
             return Axis(metric, -math.inf, False)
         means = [cell.mean for cell in self.results.cells(metric) if cell.mean is not None]
-        start = self.results.start(BY if metric == "train_loss" else metric)
-        log = metric in LOSSES and all(mean >= 0 for mean in means) and (start or 0) > 0
+        start = self.results.start(self.by if metric == "train_loss" else metric)
+        log = metric.endswith("_loss") and all(mean >= 0 for mean in means) and (start or 0) > 0
         if start is None or not means:
-            return Axis(metric, -math.inf if metric in HIGHER else math.inf, log)
-        usable = self.dependence.limit if metric == BY else None
+            return Axis(metric, -math.inf if more_is_better(metric) else math.inf, log)
+        usable = self.dependence.limit if metric == self.by else None
         if log:
             return Axis(metric, BEYOND * start, True, usable)
-        best = max(means) if metric in HIGHER else min(means)
+        best = max(means) if more_is_better(metric) else min(means)
         return Axis(metric, start - (best - start), False, usable)
 
     def beyond(self) -> str:
@@ -68,35 +81,48 @@ class TaskReport(Report):
 
     # ----------------------------------------------------------------- the table of optimizers
 
-    def heads(self) -> list[str]:
+    def heads(self, others: Sequence[Metric] | None = None) -> list[str]:
+        loss, shown = self.results.label(self.by), self._others() if others is None else others
         return [
             "optimizer",
-            f"best {self.results.label(BY)}",
-            *(f"{self.results.label(metric)} there" for metric in self._others()),
-            "best λ",
-            "recommended λ",
-            "sensitivity",
+            f"{loss} at default λ",
+            f"{loss} at best λ",
+            *(f"{self.results.label(metric)} there" for metric in shown),
             f"usable decades [{100 * LEVEL:g} %]",
+            "sensitivity",
+            "step",
+            "state",
+            "recommended λ",
             "diverged lanes",
         ]
 
-    def rows(self) -> list[list[str]]:
-        """The table's cells, a row for each optimizer."""
-        return [self._cells(row) for row in self.dependence.rows]
+    def rows(self, others: Sequence[Metric] | None = None) -> list[list[str]]:
+        """The table's cells, a row for each optimizer; `others` are shown at the best λ."""
+        shown = self._others() if others is None else others
+        return [self._cells(row, shown) for row in self.dependence.rows]
+
+    def few(self) -> list[Metric]:
+        """The metrics for a narrow table: those of the test, if there are any."""
+        every = self._others()
+        return [metric for metric in every if metric.startswith("test_")] or every
 
     def legend(self) -> str:
-        results, grid, start = self.results, self.results.sweep.lam, self.results.start(BY)
+        results, grid, start = self.results, self.results.sweep.lam, self.results.start(self.by)
         before = "" if start is None else f" (here {start:.3g})"
         return (
-            f"At epoch {results.epochs}, over {len(grid)} λ from {min(grid):.3g} to "
-            f"{max(grid):.3g}; ± is one sample standard deviation over the n seeds. Best λ: the "
-            f"lowest mean {results.label(BY)} among the λ at which no seed diverged. Sensitivity: "
-            f"the mean over the grid of min(loss, loss at the start{before}) − the optimizer's own "
-            "best loss, so 0 means that any λ of the grid will do. A λ is usable if it keeps all "
+            f"At {results.last()}, over {len(grid)} λ from {min(grid):.3g} to "
+            f"{max(grid):.3g}; ± is one sample standard deviation over n = {results.seeds} seeds. "
+            "Default λ: "
+            f"that of the optimizer's signature. Best λ: the lowest mean {results.label(self.by)} "
+            "among the λ at which no seed diverged. Sensitivity: the mean over the grid of "
+            f"min(loss, loss at the start{before}) − the optimizer's own best loss, so 0 means "
+            "that any λ of the grid will do. A λ is usable if it keeps all "
             f"but {100 * WITHIN:g} % of what the best of all optimizers gains over the start; the "
             "decades are those around the optimizer's best λ, with Student's "
             f"{100 * LEVEL:g} % interval over the seeds; ≥: they reach an end of the grid. "
-            "Recommended: the geometric middle of the usable range; –: no λ is usable."
+            "Recommended: the geometric middle of the usable range; –: no λ is usable. Step: the "
+            "least wall time of a training step of one run alone. State: what the optimizer keeps "
+            "beside the parameters."
         )
 
     def ranking(self) -> str:
@@ -111,27 +137,37 @@ class TaskReport(Report):
         ]
         level = f", within noise of {' and '.join(near)}" if near else ""
         return (
-            f"Lowest {self.results.label(BY)}: {label(low.optimizer)}, {low.cell} at "
+            f"Lowest {self.results.label(self.by)}: {label(low.optimizer)}, {low.cell} at "
             f"λ = {lam_text(low.lam)}{level}. Most usable decades: {label(wide.optimizer)}, "
             f"{widest.decades}."
         )
 
-    def _cells(self, row: Row) -> list[str]:
+    def _cells(self, row: Row, others: Sequence[Metric]) -> list[str]:
+        cost = self.log.costs.get(row.optimizer, Cost(None, None))
         best, failed = row.best, f"; {row.failed} failed" if row.failed else ""
         return [
             label(row.optimizer),
-            str(best.cell) if best else "–",
+            _at(row.default),
+            _at(best),
             *(
                 str(self.results.cell(row.optimizer, best.lam, metric)) if best else "–"
-                for metric in self._others()
+                for metric in others
             ),
-            lam_text(best.lam if best else None),
-            lam_text(row.curves.recommended if row.curves else None),
-            str(row.curves.sensitivity) if row.curves else "–",
             str(row.curves.decades) if row.curves else "–",
+            str(row.curves.sensitivity) if row.curves else "–",
+            cost.time_text(),
+            cost.memory_text(),
+            lam_text(row.curves.recommended if row.curves else None),
             f"{row.diverged} of {row.lanes}{failed}",
         ]
 
     def _others(self) -> list[Metric]:
-        """The metrics beside the losses."""
-        return [metric for metric in self.results.metrics if metric not in LOSSES]
+        """What is shown at the best λ: all metrics but the loss it was chosen by, tests first."""
+        every = [metric for metric in self.results.metrics if metric != "train_loss"]
+        every.sort(key=lambda metric: not metric.startswith("test_"))
+        return [metric for metric in every if metric != self.by and metric in self.results.recorded]
+
+
+def _at(best: Best | None) -> str:
+    """A result with its λ."""
+    return "–" if best is None else f"{best.cell} at {lam_text(best.lam)}"

@@ -8,14 +8,16 @@ import platform
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 import wngrad
-from wngrad.lab.train import models
 from wngrad.lab.train.data import Data
+from wngrad.lab.train.function_task import FunctionTask
 from wngrad.lab.train.loader import did_you_mean, fingerprint
+from wngrad.lab.train.loader_task import LoaderTask
+from wngrad.lab.train.models import network
 from wngrad.lab.train.spec import Precision, Sweep
 
 
@@ -32,7 +34,12 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
-def conditions(sweep: Sweep, data: Data, note: str, environment: dict[str, Any]) -> dict[str, Any]:
+Trained: TypeAlias = Data | LoaderTask | FunctionTask  # what a run is made from
+
+
+def conditions(
+    sweep: Sweep, data: Trained, note: str, environment: dict[str, Any]
+) -> dict[str, Any]:
     """What would change the numbers, the sweep's own settings apart."""
     source = fingerprint(sweep.task)
     return {
@@ -51,10 +58,12 @@ def precision_on(device: str, sweep: Sweep) -> Precision:
     return sweep.precision if keeps else "float32"
 
 
-def _network(sweep: Sweep, data: Data) -> str:
+def _network(sweep: Sweep, data: Trained) -> str:
     """A fingerprint of the network: its layers as it prints them, and their shapes."""
+    if isinstance(data, FunctionTask):
+        return ""  # known to its function alone
     try:
-        model = models.network(sweep.model, data, 0)
+        model = data.model() if isinstance(data, LoaderTask) else network(sweep.model, data, 0)
         text = f"{model} {[tuple(p.shape) for p in model.parameters()]}"
     except Exception as error:  # each lane will say so for itself
         text = type(error).__name__

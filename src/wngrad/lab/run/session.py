@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from wngrad.lab.run import files
-from wngrad.lab.run.environment import conditions, precision_on
+from wngrad.lab.run import files, step_costs, stop_rules
+from wngrad.lab.run.environment import Trained, conditions, precision_on
 from wngrad.lab.run.environment import environment as environment
 from wngrad.lab.run.job import Tell, unfinished
 from wngrad.lab.run.store import Store
-from wngrad.lab.train.data import Data
-from wngrad.lab.train.programs import PROGRAMS, Program
+from wngrad.lab.train.programs import Run, make
 from wngrad.lab.train.spec import Lane, Pack, Record, Sweep
 
 CHUNK_SECONDS = 0.5  # how long a program trains before it is asked whether to stop
 
 
-class Interrupted(Exception):  # noqa: N818 - not an error: the work is saved
-    """The run was asked to stop; everything so far is saved."""
+class Interrupted(BaseException):
+    """The run was asked to stop; everything so far is saved.
+
+    It passes through a user's own code, whose `except Exception` must not hold it up.
+    """
+
+
+class _StoreError(BaseException):
+    """An error of the store on its way through a user's code, which is not to blame for it."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 @dataclass(slots=True)
@@ -37,7 +48,7 @@ class Session:
     """
 
     sweep: Sweep
-    data: Data
+    data: Trained
     store: Store
     device: str = "cpu"
     note: str = ""
@@ -49,6 +60,9 @@ class Session:
     conditions: dict[str, Any] = field(init=False)  # what would change the numbers
     settings: dict[str, Any] = field(init=False)
     _packs: dict[str, Pack] = field(init=False, default_factory=dict)
+    _peers: dict[Lane, Record] = field(init=False, default_factory=dict)
+    _process: int = field(init=False, default_factory=os.getpid)
+    _saved: float = field(init=False, default=0.0)  # when the run was last saved
 
     def __post_init__(self) -> None:
         self.sweep = replace(self.sweep, precision=precision_on(self.device, self.sweep))
@@ -98,23 +112,30 @@ class Session:
         began = time.perf_counter()
         try:
             with _run_errors():
-                program = PROGRAMS[self.sweep.kind(pack)](self.sweep, pack, self.data, self.device)
+                program = make(self.sweep.kind(pack), self.sweep, pack, self.data, self.device)
             self._resume(program)
             first = program.epoch
             self._train(program)
-            self._save(program)
+            if program.keeps_checkpoint:
+                self._save(program)
         except _Failed as failure:
             self._fail(pack, str(failure))
             return
+        except _StoreError as carried:
+            raise carried.error from None
         records = _records(program, self.settings, self.environment)
         for lane, record in zip(pack.lanes, records, strict=True):
             if lane in missing:
                 self._record(record, pack)
         self.store.finish(pack)
+        if not program.keeps_checkpoint:
+            self.store.discard(pack)
         self.store.log(
             {
                 "pack": pack.name,
                 "lanes": len(pack.lanes),
+                **step_costs.measured(program, self.sweep, self.data, self.device),
+                **self._saved_time(program, first, time.perf_counter() - began),
                 "epochs": [first, program.epoch],
                 "seconds": round(time.perf_counter() - began, 3),
                 "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -138,7 +159,7 @@ class Session:
             record = Record(lane, "failed", reason, None, {}, self.settings, self.environment)
             self._record(record, pack, write)
 
-    def _resume(self, program: Program) -> None:
+    def _resume(self, program: Run) -> None:
         saved = self.store.load(program.pack)
         if saved is None:
             return
@@ -150,33 +171,84 @@ class Session:
             program.load(saved["state"])
         self._tell_progress(program)
 
-    def _train(self, program: Program) -> None:
-        saved, steps = time.monotonic(), 1
-        while program.epoch < self.sweep.epochs:
+    def _train(self, program: Run) -> None:
+        self._saved, steps = time.monotonic(), 1
+        program.between = lambda: self._reported(program)
+        while not program.finished:
             if self.stop():
                 self._save(program)
                 raise Interrupted
-            began = time.monotonic()
-            with _run_errors():
-                program.advance(steps)
+            began, epoch = time.monotonic(), program.epoch
+            try:
+                with _run_errors():
+                    program.advance(steps)
+            except _Lost as lost:
+                program.ended = str(lost)
             took = max(time.monotonic() - began, 1e-6)
             steps = max(1, min(2 * steps, int(steps * CHUNK_SECONDS / took)))
             self._tell_progress(program)
-            if time.monotonic() - saved >= self.save_every:
-                self._save(program)
-                saved = time.monotonic()
+            self._save_if_due(program)
+            if program.epoch > epoch:
+                program.ended = program.ended or self._lost(program)
 
-    def _save(self, program: Program) -> None:
+    def _reported(self, program: Run) -> None:
+        """A user's function has reported: what is done between steps for other runs."""
+        if os.getpid() != self._process:  # a child that it has forked, and that goes on
+            os._exit(1)
+        try:
+            self._tell_progress(program)
+            if self.stop():
+                self._save(program)
+                raise Interrupted
+            self._save_if_due(program)
+            if lost := self._lost(program):
+                raise _Lost(lost)
+        except OSError as error:
+            raise _StoreError(error) from error
+
+    def _lost(self, program: Run) -> str:
+        """Why a run should be ended by the sweep's rule; empty if it should not."""
+        if not self.sweep.stop or len(program.pack.lanes) > 1:
+            return ""
+        losses = [row[0] for row in program.curves.get(self.sweep.best_by, ())]
+        peers = self._finished() if self.sweep.stop == "median" else []
+        return stop_rules.lost(
+            self.sweep.stop, losses, self.sweep.epochs, peers, self.sweep.best_by
+        )
+
+    def _finished(self) -> list[Record]:
+        """The runs of this sweep that are done, each read once."""
+        for lane in self.sweep.lanes:
+            if lane not in self._peers and self.store.has_record(lane):
+                record = self.store.record(lane)
+                if record is not None and record.settings == self.settings:
+                    self._peers[lane] = record
+        return [record for record in self._peers.values() if record.status == "done"]
+
+    def _saved_time(self, program: Run, first: int, seconds: float) -> dict[str, Any]:
+        """What a rule has saved, if an epoch takes as long as those before."""
+        if not program.ended.startswith("stopped"):
+            return {}
+        each = seconds / max(program.epoch - first, 1)
+        left = self.sweep.epochs - program.epoch
+        return {"stopped": program.ended, "saved_seconds": round(each * left, 3)}
+
+    def _save_if_due(self, program: Run) -> None:
+        if time.monotonic() - self._saved >= self.save_every:
+            self._save(program)
+            self._saved = time.monotonic()
+
+    def _save(self, program: Run) -> None:
         with _run_errors():
             sealed = files.seal_tensors({**self._origin(program), "state": program.state()})
         self.store.save(program.pack, sealed)
         self.tell({"kind": "saved", "pack": program.pack.name})
 
-    def _origin(self, program: Program) -> dict[str, Any]:
+    def _origin(self, program: Run) -> dict[str, Any]:
         """What a checkpoint says it is of."""
         return {"settings": self.settings, "lanes": [lane.name for lane in program.pack.lanes]}
 
-    def _tell_progress(self, program: Program) -> None:
+    def _tell_progress(self, program: Run) -> None:
         self.tell(
             {
                 "kind": "progress",
@@ -188,6 +260,10 @@ class Session:
         )
 
 
+class _Lost(BaseException):
+    """A rule has ended the run; the message says which."""
+
+
 class _Failed(Exception):  # noqa: N818 - not an error of ours
     """A run has failed; the message is the reason."""
 
@@ -195,16 +271,20 @@ class _Failed(Exception):  # noqa: N818 - not an error of ours
 @contextmanager
 def _run_errors() -> Iterator[None]:
     """Turns any exception raised here into a failed run; errors of the store propagate."""
+    process = os.getpid()
     try:
         yield
+    except _Failed:
+        raise
     except (Exception, SystemExit) as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
         raise _Failed(text.encode(errors="replace").decode()) from error
+    finally:
+        if os.getpid() != process:  # a child that the run has forked, and that has come back
+            os._exit(1)
 
 
-def _records(
-    program: Program, settings: dict[str, Any], environment: dict[str, Any]
-) -> list[Record]:
+def _records(program: Run, settings: dict[str, Any], environment: dict[str, Any]) -> list[Record]:
     return [
         Record(
             lane,
@@ -215,6 +295,8 @@ def _records(
             settings,
             environment,
             {name: _finite(values[k]) for name, values in program.start.items()},
+            program.ended,
+            list(program.steps_reported),
         )
         for k, lane in enumerate(program.pack.lanes)
     ]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from wngrad.lab.run import files, manifest, places
-from wngrad.lab.train.spec import Lane, Pack, Record, Sweep
+from wngrad.lab.train.spec import Lane, Pack, Record, Setting, Sweep
 
 
 class Mismatch(ValueError):  # noqa: N818 - a state, and the name callers read
@@ -71,7 +71,8 @@ class Store:
         known = plan or {"settings": self._recorded() or wanted}
         if known["settings"] != wanted:
             raise Mismatch(self._differences(known["settings"], wanted))
-        if strange := {s for pack in planned for s in pack.settings} - set(sweep.settings):
+        strange = {s for pack in planned for s in pack.settings} - set(sweep.settings)
+        if strange and not sweep.task:  # to a task's sweep others may have been added
             first = min(strange, key=str)
             raise Mismatch(
                 f"{self.home} plans {first.optimizer!r} at λ = {first.lam:g}, which is no part of "
@@ -85,7 +86,7 @@ class Store:
         def done(record: Record | None) -> bool:
             if record is None or record.status != "done" or record.settings != settings:
                 return False
-            return record.epochs >= epochs
+            return record.epochs >= epochs or bool(record.ended)
 
         return [lane for lane in pack.lanes if not done(self.record(lane))]
 
@@ -98,6 +99,9 @@ class Store:
     def record(self, lane: Lane) -> Record | None:
         """The lane's record; None if there is none that can be read."""
         return self._read_record(self._record_path(lane))
+
+    def has_record(self, lane: Lane) -> bool:
+        return self.place.exists(self._record_path(lane))
 
     def _read_record(self, path: Path) -> Record | None:
         try:
@@ -175,6 +179,22 @@ class Store:
         self._make("locks")
         with self.place.lock(self.folder / "locks" / "driver", wait=False) as first:
             yield first
+
+    def discard(self, pack: Pack) -> None:
+        """Drop the checkpoint of a run that will never go on."""
+        self.place.remove(self._checkpoint_path(pack))
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """The lines of `sessions.jsonl` that can be read."""
+        path = self.folder / "sessions.jsonl"
+        folder = path.with_suffix("")  # where places that cannot append keep a file for each line
+        paths = [path, *(folder / name for name in self.place.names(folder))]
+        lines = [line for each in paths for line in (self.place.read(each) or b"").splitlines()]
+        entries = []
+        for line in lines:
+            with suppress(ValueError):
+                entries.append(json.loads(line))
+        return [entry for entry in entries if isinstance(entry, dict)]
 
     def log(self, entry: dict[str, Any]) -> None:
         """Add a line to `sessions.jsonl`."""
@@ -272,10 +292,16 @@ def _opened(data: bytes, name: str, lane: str | None = None) -> Record:
 
 
 def _added(sweep: Sweep, planned: Sequence[Pack]) -> list[Pack]:
-    """New packs for the lanes that are in none yet. Only seeds can be new."""
-    seeds = {seed for pack in planned for seed in pack.seeds}
-    new = [seed for seed in sweep.seeds if seed not in seeds]
-    return sweep.cut(new, first=len(planned) + 1)
+    """New packs for the lanes that are in none yet; seeds that lack the same are cut together."""
+    have = {lane for pack in planned for lane in pack.lanes}
+    lacking: dict[tuple[Setting, ...], list[int]] = {}
+    for seed in sweep.seeds:
+        lanes = [(s, Lane(s.optimizer, s.lam, seed)) for s in sweep.settings]
+        lacking.setdefault(tuple(s for s, lane in lanes if lane not in have), []).append(seed)
+    new: list[Pack] = []
+    for settings, seeds in lacking.items():
+        new += sweep.cut(seeds, first=len(planned) + len(new) + 1, settings=settings)
+    return new
 
 
 def _asked(sweep: Sweep, packs: Sequence[Pack]) -> list[Pack]:

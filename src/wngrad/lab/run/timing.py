@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import torch
 
+from wngrad.lab.run.environment import Trained
 from wngrad.lab.run.job import Job
 from wngrad.lab.run.pack_size import Measured, Plan, enough, in_words
 from wngrad.lab.run.worker import open_session
-from wngrad.lab.train.data import Data
-from wngrad.lab.train.programs import PROGRAMS, Program
-from wngrad.lab.train.spec import Kind, Pack, Sweep
+from wngrad.lab.train.programs import LoopRun, Program, make
+from wngrad.lab.train.spec import ONE_BY_ONE, Kind, Pack, Sweep
 
 STEPS = 20  # timed of each program, or an epoch if that is shorter
 SECONDS = 2.0  # after which fewer steps must do
@@ -23,7 +23,7 @@ TIMES = 4  # as many lanes in the next program: on a GPU each has to be compiled
 BUDGET = 180.0  # seconds after which no larger program is tried
 
 
-def growing(sweep: Sweep, data: Data, device: str, most: int | None) -> list[Measured]:
+def growing(sweep: Sweep, data: Trained, device: str, most: int | None) -> list[Measured]:
     """Programs of 1, 4, 16, … lanes, up to `most` or until more no longer pay or fit in memory."""
     began, costs = time.monotonic(), list[Measured]()
     for pack in _growing(sweep, most):
@@ -41,7 +41,7 @@ def growing(sweep: Sweep, data: Data, device: str, most: int | None) -> list[Mea
 
 
 def sizes(
-    sweep: Sweep, packs: Sequence[Pack], data: Data, device: str
+    sweep: Sweep, packs: Sequence[Pack], data: Trained, device: str
 ) -> dict[Kind, list[Measured]]:
     """What each kind and size among these packs costs."""
     alike = {(sweep.kind(pack), len(pack.lanes)): pack for pack in packs}
@@ -61,12 +61,19 @@ def plan(job: Job, workers: int = 1) -> list[str]:
     with _threads(job.cpus):
         session = open_session(job, lambda event: None, lambda: False)
         packs = session.store.packs(session.sweep, session.conditions)
+        if session.sweep.program == "function":
+            return [unknown(len(packs), workers)]
         costs = sizes(session.sweep, packs, session.data, session.device)
     left = session.store.unfinished(packs, session.settings, session.sweep.epochs)
     done = {pack.name for pack in packs} - {pack.name for pack in left}
     device = session.environment["device"]
     lines = [f"Measured here: {kind}, {in_words(each)}." for kind, each in costs.items()]
     return [*lines, *Plan(session.sweep, packs, frozenset(done), workers, device, costs).lines()]
+
+
+def unknown(runs: int, at_once: int) -> str:
+    """What is said of runs whose time only their function knows."""
+    return f"{runs} runs of a function, {at_once} at a time: how long one takes is not known."
 
 
 @contextmanager
@@ -80,10 +87,11 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def one(sweep: Sweep, pack: Pack, data: Data, device: str) -> Measured:
+def one(sweep: Sweep, pack: Pack, data: Trained, device: str) -> Measured:
     """What a program for this pack costs."""
     began = time.perf_counter()
-    program = PROGRAMS[sweep.kind(pack)](sweep, pack, data, device)
+    program = make(sweep.kind(pack), sweep, pack, data, device)
+    assert isinstance(program, (Program, LoopRun))
     program.advance(1)
     start = time.perf_counter() - began
     test = _timed(program, program._test)
@@ -106,12 +114,12 @@ def _growing(sweep: Sweep, most: int | None) -> Iterator[Pack]:
         if len(pack.lanes) not in tried:
             yield pack
         tried.add(len(pack.lanes))
-        if size >= limit or sweep.kind(pack) == "lone":  # which trains one lane after another
+        if size >= limit or sweep.kind(pack) in ONE_BY_ONE:  # which trains one lane after another
             return
         size *= TIMES
 
 
-def _timed(program: Program, work: Callable[[], object]) -> float:
+def _timed(program: Program | LoopRun, work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     if program.device.type == "cuda":

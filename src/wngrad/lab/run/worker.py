@@ -23,8 +23,8 @@ from wngrad.lab.run.job import Event, Job, Tell
 from wngrad.lab.run.pool import SIGNALS
 
 if TYPE_CHECKING:
+    from wngrad.lab.run.environment import Trained
     from wngrad.lab.run.session import Session
-    from wngrad.lab.train.data import Data
 
 
 class _Stop:
@@ -78,7 +78,7 @@ def _absolute(out: Path | str) -> Path | str:
 
 
 @lru_cache(maxsize=1)  # for a process that has several sessions in turn
-def _data(task: str, dataset: str, folder: Path | None) -> Data:
+def _data(task: str, dataset: str, folder: Path | None) -> Trained:
     from wngrad.lab.train.data import load
     from wngrad.lab.train.task import task_data
 

@@ -56,6 +56,7 @@ class Data:
     published: bool | None = None  # whether the bytes are the published ones; None: unknown
     objective: Objective = CLASSIFICATION
     model: Callable[[], nn.Module] | None = None  # its own network; None: the sweep names one
+    validation: tuple[Tensor, Tensor] | None = None  # what λ is chosen on; None: the test set
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -112,8 +112,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     >>> did_you_mean("lion", ["sgd", "adam"])
     '.'
     """
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f". Did you mean {close[0]!r}?" if close else "."
+    spelled = {each.lower(): each for each in known}  # in capitals or not
+    close = difflib.get_close_matches(name.lower(), list(spelled), n=1)
+    return f". Did you mean {spelled[close[0]]!r}?" if close else "."
 
 
 def error_text(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.nn import functional as F  # noqa: N812
 
-from wngrad.lab.train.spec import METRICS, Metric
+from wngrad.lab.train.spec import Metric
 
 Measure = Callable[[Tensor, Tensor], Tensor]  # (output, target) -> a mean over the examples
 Sums = tuple[Tensor, ...]  # over the examples: the loss, and the metric if there is one
@@ -22,7 +22,9 @@ Sums = tuple[Tensor, ...]  # over the examples: the loss, and the metric if ther
 class Classification:
     """Cross-entropy and accuracy: the paper's objective."""
 
-    curves: tuple[Metric, ...] = METRICS  # what a record holds: the training loss, and `sums`
+    def measured(self, part: str) -> tuple[Metric, ...]:
+        """What a record calls the sums over a part of the data, "valid" or "test"."""
+        return (f"{part}_loss", f"{part}_accuracy")
 
     def mean(self, output: Tensor, target: Tensor) -> Tensor:
         """The loss of a network on a batch."""
@@ -51,9 +53,9 @@ class CustomObjective:
     metric: Measure | None = None
     metric_key: Metric = "test_score"  # the metric's name in a record
 
-    @property
-    def curves(self) -> tuple[Metric, ...]:
-        return ("train_loss", "test_loss", *((self.metric_key,) if self.metric else ()))
+    def measured(self, part: str) -> tuple[Metric, ...]:
+        key = self.metric_key.partition("_")[2]
+        return (f"{part}_loss", *((f"{part}_{key}",) if self.metric else ()))
 
     def mean(self, output: Tensor, target: Tensor) -> Tensor:
         return self.loss(output, target)

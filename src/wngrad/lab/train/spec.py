@@ -13,13 +13,16 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import Any, Literal, Protocol, TypeAlias, cast, get_args
 
+# "train_loss", and what is measured on validation and test data: "valid_loss", "test_accuracy", ….
 # A task's own metric is a score if more of it is better, an error if less.
-Metric = Literal["train_loss", "test_loss", "test_accuracy", "test_score", "test_error"]
+Metric: TypeAlias = str
 METRICS: tuple[Metric, ...] = ("train_loss", "test_loss", "test_accuracy")  # the paper's
 Precision = Literal["float32", "tf32", "bfloat16", "float64"]
-Kind = Literal["stacked", "branches", "lone"]
+Kind = Literal["stacked", "branches", "lone", "loop", "function"]
+ONE_BY_ONE: tuple[Kind, ...] = ("lone", "loop", "function")  # each run is a pack of its own
+StopRule = Literal["", "diverged", "median"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +94,8 @@ class Sweep:
     program: Kind = "stacked"
     lanes_per_pack: int | None = None  # None: all lanes in one program
     precision: Precision = "float32"  # on CUDA; elsewhere float32, unless this is float64
-    # What a report shows: two metrics, at the last epoch over λ and over the epochs at some λ.
-    metrics: tuple[Metric, Metric] = ("train_loss", "test_accuracy")
+    # What a report shows: metrics, at the last epoch over λ and over the epochs at some λ.
+    metrics: tuple[Metric, ...] = ("train_loss", "test_accuracy")
     best_by: Metric = "test_accuracy"  # what an optimizer's best λ is chosen by
     curves_at: tuple[float, ...] = ()  # empty: each optimizer at its own best λ
     claims: tuple[Claim, ...] = ()
@@ -101,6 +104,11 @@ class Sweep:
     metric_name: str = ""  # what reports call a task's metric
     pairs: tuple[Setting, ...] = ()  # `optimizers` and `lam` are read from them
     alone: tuple[str, ...] = ()  # optimizers whose lanes run one after another, as they are
+    defaults: tuple[
+        Setting, ...
+    ] = ()  # each optimizer at the λ of its signature, on the grid or not
+    epochs_fixed: bool = False  # more epochs would change the first ones, as a schedule does
+    stop: StopRule = ""  # which runs are ended before their time
 
     def __post_init__(self) -> None:
         if self.pairs:
@@ -131,40 +139,53 @@ class Sweep:
     @property
     def settings(self) -> tuple[Setting, ...]:
         product = tuple(Setting(name, lam) for name in self.optimizers for lam in self.lam)
-        return self.pairs or product
+        chosen = self.pairs or product
+        return (*chosen, *(each for each in self.defaults if each not in set(chosen)))
+
+    def grid(self, optimizer: str) -> tuple[float, ...]:
+        """The λ of one optimizer in order, a default that is off the grid apart."""
+        own = [pair.lam for pair in self.pairs if pair.optimizer == optimizer]
+        return tuple(sorted(own if self.pairs else self.lam))
+
+    def default_lam(self, optimizer: str) -> float | None:
+        """The λ of the optimizer's signature, if it is run there."""
+        return next((each.lam for each in self.defaults if each.optimizer == optimizer), None)
 
     @property
     def lanes(self) -> list[Lane]:
         return [Lane(s.optimizer, s.lam, seed) for seed in self.seeds for s in self.settings]
 
-    def cut(self, seeds: Sequence[int], first: int = 1) -> list[Pack]:
+    def cut(
+        self, seeds: Sequence[int], first: int = 1, settings: Iterable[Setting] | None = None
+    ) -> list[Pack]:
         """The packs of these seeds: alone, an optimizer can fail without taking others."""
         groups: dict[bool, list[Setting]] = {False: [], True: []}
-        for setting in self.settings:
+        for setting in self.settings if settings is None else settings:
             groups[self._runs_alone(setting)].append(setting)
         together = packs(groups[False], seeds, self.lanes_per_pack, first)
         return together + packs(groups[True], seeds, 1, first + len(together))
 
     def kind(self, pack: Pack) -> Kind:
         """The program that trains a pack."""
+        if self.program in ONE_BY_ONE:
+            return self.program
         return "lone" if self._runs_alone(pack.settings[0]) else self.program
 
     def _runs_alone(self, setting: Setting) -> bool:
-        return self.program == "lone" or setting.optimizer in self.alone
+        return self.program in ONE_BY_ONE or setting.optimizer in self.alone
 
     def identity(self) -> dict[str, Any]:
-        """What must not change under records that are already there (epochs and seeds may grow)."""
-        names = (
-            "name",
-            "dataset",
-            "model",
-            "optimizers",
-            "lam",
-            "batch",
-            "weight_decay",
-            "program",
-        )
-        later = ("metric_name", "pairs", "alone")  # which the records of the first sweeps lack
+        """What must not change under records that are already there.
+
+        Epochs and seeds may grow; of a task's sweep optimizers and λ, too: its runs do not depend
+        on each other.
+        """
+        grid = () if self.task else ("optimizers", "lam")
+        names = ("name", "dataset", "model", *grid, "batch", "weight_decay", "program")
+        pairs = () if self.task else ("pairs", "alone")
+        epochs = ("epochs",) if self.epochs_fixed else ()
+        # The records of the first sweeps lack these.
+        later = ("metric_name", "stop", *pairs, *epochs)
         plain = self.to_json()
         values = {name: plain[name] for name in names + later if name in names or plain[name]}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
@@ -180,12 +201,19 @@ class Sweep:
     def to_json(self) -> dict[str, Any]:
         """The sweep as plain data, its claims apart: they are for reports."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "claims"}
-        return plain | {"pairs": [[p.optimizer, p.lam] for p in self.pairs]}
+        return plain | {
+            name: [[each.optimizer, each.lam] for each in getattr(self, name)]
+            for name in ("pairs", "defaults")
+        }
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> Sweep:
         plain = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
-        return cls(**plain | {"pairs": tuple(Setting(*pair) for pair in plain.get("pairs", ()))})
+        pairs = {
+            name: tuple(Setting(*pair) for pair in plain.get(name, ()))
+            for name in ("pairs", "defaults")
+        }
+        return cls(**{**plain, **pairs})
 
 
 def packs(
@@ -216,15 +244,18 @@ class Record:
     settings: dict[str, Any] = field(default_factory=dict)  # Sweep.identity(), precision, data
     environment: dict[str, Any] = field(default_factory=dict)  # versions, commit, device
     start: dict[str, float | None] = field(default_factory=dict)  # what was tested before training
+    ended: str = ""  # why a run is whole with fewer epochs than others; empty: it has them all
+    steps: list[int] = field(default_factory=list)  # when a user's function reported; else epochs
 
     @property
     def epochs(self) -> int:
-        return len(self.curves.get("train_loss", ()))
+        return max(map(len, self.curves.values()), default=0)
 
     def to_json(self) -> dict[str, Any]:
         plain = {f.name: getattr(self, f.name) for f in fields(self)[1:]}
-        if not self.start:  # as in the records of the first sweeps
-            del plain["start"]
+        for name in _LATER:
+            if not plain[name]:
+                del plain[name]
         lane = self.lane
         return {"optimizer": lane.optimizer, "lam": lane.lam, "seed": lane.seed, **plain}
 
@@ -232,12 +263,13 @@ class Record:
     def from_json(cls, plain: dict[str, Any]) -> Record:
         """What `to_json` gave; a ValueError names the field that is none of ours."""
         for name, (must, valid) in _FIELDS.items():
-            if not valid(plain.get(name, {} if name == "start" else ...)):
+            if not (valid(plain[name]) if name in plain else name in _LATER):
                 got = repr(plain[name])[:60] if name in plain else "nothing"
                 raise ValueError(f"`{name}` must be {must}, got {got}.")
         lane = Lane(plain["optimizer"], plain["lam"], plain["seed"])
         names = ("status", "reason", "diverged_at", "curves", "settings", "environment")
-        return cls(lane, **{name: plain[name] for name in names}, start=plain.get("start", {}))
+        later = {name: plain[name] for name in _LATER if name in plain}
+        return cls(lane, **{name: plain[name] for name in names}, **later)
 
 
 def is_lam(value: object) -> bool:
@@ -279,4 +311,10 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "settings": ("a table", _is_dict),
     "environment": ("a table", _is_dict),
     "start": ("numbers", lambda v: _is_dict(v) and all(map(_is_value, v.values()))),
+    "ended": ("a text", _is_text),
+    "steps": (
+        "a list of integers",
+        lambda v: isinstance(v, list) and {type(n) for n in v} <= {int},
+    ),
 }
+_LATER = ("start", "ended", "steps")  # which the records of the first sweeps have not

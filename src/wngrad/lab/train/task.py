@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from wngrad.lab.train import loader
 from wngrad.lab.train.data import Data
+from wngrad.lab.train.function_task import FunctionTask
+from wngrad.lab.train.loader_task import LoaderTask
 from wngrad.lab.train.objective import CustomObjective, Measure
 from wngrad.lab.train.spec import Metric, Precision
 
@@ -27,8 +30,11 @@ class Task:
         model: returns a fresh network; the lab seeds torch's generator before it calls it.
         train: inputs and targets, the first dimension being the examples. Inputs and targets of
             floating point are cast to the precision of the run, integers are left as they are.
-            Or a function without arguments that returns (train, test): data that loads when asked.
+            Or a function without arguments that returns (train, test) or (train, test,
+            validation): data that loads when asked.
         test: as `train`; None if `train` is a function.
+        validation: as `train`: what λ is chosen on. Without it λ is chosen on the test set, whose
+            loss at the best λ is then a little too good; the report says so.
         loss: (output, target) -> the mean loss over a batch: one number, with a gradient.
         metric: (output, target) -> the mean of what you care about over a batch. The test set is
             measured 1,000 examples at a time and the parts are averaged by their size.
@@ -57,6 +63,7 @@ class Task:
     _: KW_ONLY
     loss: Measure
     test: Pair | None = None
+    validation: Pair | None = None
     metric: Measure | None = None
     metric_name: str = "metric"
     higher_is_better: bool = True
@@ -96,40 +103,83 @@ class Task:
         Raises:
             ValueError: the data is not two pairs of tensors that fit; the message says which.
         """
-        train, test = self._loaded() if callable(self.train) else (self.train, self.test)
+        given = (self.train, self.test, self.validation)
+        train, test, chosen_on = self._loaded() if callable(self.train) else given
         tensors = (*_pair("train", train), *_pair("test", test))
+        validation = None if chosen_on is None else _pair("validation", chosen_on)
         objective = CustomObjective(self.loss, self.metric, self.metric_key or "test_score")
         return Data(
-            self.name, *tensors, 0, _fingerprint(tensors), objective=objective, model=self.model
+            self.name,
+            *tensors,
+            0,
+            _fingerprint((*tensors, *(validation or ()))),
+            objective=objective,
+            model=self.model,
+            validation=validation,
         )
 
     def _loaded(self) -> Any:
         assert callable(self.train)
         pairs: Any = self.train()
-        if not isinstance(pairs, (tuple, list)) or len(pairs) != 2:
+        if not isinstance(pairs, (tuple, list)) or len(pairs) not in (2, 3):
             got = type(pairs).__name__
-            raise ValueError(f"Task: `train` must return (train, test), got {got}.")
-        return pairs
+            raise ValueError(
+                f"Task: `train` must return (train, test) or (train, test, validation), got {got}."
+            )
+        return (*pairs, self.validation) if len(pairs) == 2 else pairs
 
 
-def find(address: str) -> Task:
-    """The task that "file.py", "file.py:name" or "module:name" leads to; its name is `task`.
+AnyTask: TypeAlias = Task | LoaderTask | FunctionTask
+
+
+def find(address: str) -> AnyTask:
+    """The task that "file.py", "file.py:name" or "module:name" leads to.
+
+    In a file without a name it is its `task`, or its function `train`.
 
     Raises:
         ValueError: there is none, in one line.
     """
-    where = f"{address}:task" if loader.is_file(address) else address
+    where = f"{address}:{_named_in(address)}" if loader.is_file(address) else address
     task = loader.load(where, "task")
-    if not isinstance(task, Task):
-        raise ValueError(f"lab: `task` {where!r} must be a wngrad.Task, got {task!r}.")
-    return task
+    if isinstance(task, (Task, LoaderTask)):
+        return task
+    if isinstance(task, FunctionTask):
+        return task if task.name else replace(task, name=_function_name(where))
+    if callable(task) and not isinstance(task, type):
+        return FunctionTask(task, name=_function_name(where))
+    raise ValueError(
+        f"lab: `task` {where!r} must be a wngrad.Task, a wngrad.LoaderTask or a function "
+        f"train(trial), got {task!r}."
+    )
 
 
-def task_data(address: str) -> Data:
-    """The data of the task at `address`; whatever it raises is a ValueError of one line."""
+def _named_in(file: str) -> str:
+    try:
+        names = vars(loader.load_file(file))
+    except Exception:  # said by whoever loads it next
+        return "task"
+    return "train" if "task" not in names and callable(names.get("train")) else "task"
+
+
+def _function_name(where: str) -> str:
+    """What a function's sweep is called: by its file, unless it has a name that says more."""
+    home, _, name = where.rpartition(":")
+    return Path(home).stem if name in ("train", "task") else name
+
+
+def task_data(address: str) -> Data | LoaderTask | FunctionTask:
+    """The data of the task at `address`, or the task itself if it reads its own.
+
+    Whatever it raises is a ValueError of one line.
+    """
     task = find(address)
     try:
-        return task.data()
+        if isinstance(task, Task):
+            return task.data()
+        if isinstance(task, LoaderTask):
+            task.data()
+        return task
     except Exception as error:
         raise ValueError(
             f"{address}: its data cannot be had: {loader.error_text(error)}."

@@ -20,8 +20,8 @@
 #define JOIN(a, b) JOIN_(a, b)
 
 enum { ALL, CHECK, REST };  /* a step; or its sums, to be checked, and then what is left of it */
-enum { GRADIENT_ITSELF, MOMENTUM, RUNNING_MEAN };
-enum { NONE, COUPLED, DECOUPLED }; /* weight decay */
+enum { GRADIENT_ITSELF, MOMENTUM, RUNNING_MEAN, ADAM };
+enum { NONE, COUPLED, DECOUPLED, BY_RATE }; /* weight decay */
 #define LANES 32                   /* sums side by side, whatever the machine */
 #define FLOOR 0x1p-103             /* float32's smallest normal number over its epsilon */
 
@@ -29,12 +29,14 @@ enum { NONE, COUPLED, DECOUPLED }; /* weight decay */
 typedef struct {
     double lam;
     int64_t lam_kind;
-    double mu, log_mu, weight_decay, c, sign, unused;
+    double mu, log_mu, weight_decay, c, sign, eta;
 } Group;
 
 typedef struct {
-    int64_t p, b, buffer, t, skipped, length, group, hold, dense;
-    int64_t sizes[4], p_strides[6], g_strides[6], buffer_strides[6];
+    int64_t p, b, buffer, rms, average, t, skipped;
+    double scale, log_beta2, old_rms, new_rms; /* of Adam's direction */
+    int64_t length, group, hold, dense;
+    int64_t sizes[4], strides[5][6]; /* of p, gradient, buffer, rms, average */
 } Parameter;
 
 typedef struct {
@@ -66,7 +68,9 @@ typedef struct {
     int32_t *bad;   /* rows of each shared that are not finite */
     const Group *groups;
     const int64_t *gradients;
-    int64_t rule, decay, skip, latch, half; /* half: in bfloat16 instead of float32 */
+    int64_t rule, decay, skip, latch, rated; /* rated: lam is in the rule for b */
+    int64_t averages, half;                  /* half: in bfloat16 instead of float32 */
+    int64_t proposed; /* in the gradient's place is what was made of it, in float32 */
     const float *scale, *found_inf;         /* of a GradScaler, or null */
     void (*parallel)(void (*work)(void *), void *with, unsigned threads, unsigned flags);
 } Step; /* cpu.py has it field for field; `parallel` is libgomp's GOMP_parallel, or null */
@@ -92,14 +96,15 @@ int level(void) {
 #endif
 
 typedef struct {
-    double lam, log_mu, c;
-    float sign, lam_, mu, rest, decay, keep, scale;
+    double lam, measured, log_mu, c, scale_u, log_beta2;
+    float sign, lam_, mu, rest, decay, keep, scale, eta, old_rms, new_rms;
+    float t, unbiased, share; /* a step, and what depends on its number: see `count` */
 } Numbers;
 
 typedef struct {
-    char *p, *m;
+    char *p, *m, *r, *a;
     const char *g;
-    int64_t n, dp, dg, dm; /* elements, and the distance between neighbours */
+    int64_t n, dp, dg, dm, dr, da; /* elements, and the distance between neighbours */
 } Run;
 
 #define INLINE static inline __attribute__((always_inline))
@@ -128,12 +133,41 @@ static Numbers numbers(const Parameter *r, const Step *s) {
     const Group *group = s->groups + r->group;
     Numbers k;
     k.lam = s->found_inf && *s->found_inf != 0 ? 0.0 : group->lam;
-    k.log_mu = group->log_mu, k.c = group->c;
-    k.sign = (float)group->sign, k.lam_ = (float)k.lam, k.mu = (float)group->mu;
+    k.measured = s->rated ? k.lam : 1;
+    k.log_mu = group->log_mu, k.c = group->c, k.scale_u = r->scale, k.log_beta2 = r->log_beta2;
+    k.sign = s->proposed ? 1 : (float)group->sign;
+    k.lam_ = (float)k.lam, k.mu = (float)group->mu;
     k.rest = (float)(1 - group->mu), k.decay = (float)group->weight_decay;
     k.keep = (float)(1 - k.lam * group->weight_decay);
     k.scale = s->scale ? *s->scale : 1;
+    k.eta = (float)group->eta, k.old_rms = (float)r->old_rms, k.new_rms = (float)r->new_rms;
+    k.t = -1;
     return k;
+}
+
+/* What depends on the number of the step: Adam's scale sqrt(1-beta2^t)/(1-beta^t), and how much of
+ * x the average takes over. */
+static __attribute__((noinline)) void count(Numbers *k, const Step *s, float t) {
+    if (t == k->t) return;
+    k->t = t;
+    if (s->rule == ADAM)
+        k->unbiased = (float)(k->scale_u * (sqrt(1 - exp2(t * k->log_beta2)) /
+                                            (1 - exp2(t * k->log_mu))));
+    if (s->averages) k->share = 1 / (t + k->eta) * (k->eta + 1);
+}
+
+/* x + w (y - x), from the end that is nearer. */
+INLINE float lerp(float x, float y, float w) {
+    return fabsf(w) < 0.5f ? fmaf(w, y - x, x) : fmaf(w - 1, y - x, y);
+}
+
+/* Adam's direction scale m/sqrt(v), and m and sqrt(v) as they will be. */
+INLINE float adam(float g, const Numbers *k, float *m, float *rms) {
+    float old = k->old_rms * *rms, new = k->new_rms * g;
+    *m = lerp(*m, g, k->rest);
+    *rms = (float)sqrt((double)old * old + (double)new * new);
+    if (isinf(old) || isinf(new)) *rms = INFINITY;
+    return k->unbiased * (*rms == 0 ? *m : *m / *rms);
 }
 
 /* The gradient the rule sees: unscaled, of -f if maximizing, with coupled decay in it. */
@@ -154,13 +188,27 @@ INLINE double squares_of(Run r, const Numbers *k, int scaled, int decay, int64_t
         double g = GRADIENT(get(r.g, i * dg, half), get(r.p, i * dp, half));
         sum += g * g;
     }
+    if (r.n < LANES) return sum;
 #define FOLD(n) for (int j = 0; j < n; j++) sums[j] += sums[j + n];
     FOLD(16) FOLD(8) FOLD(4) FOLD(2)
     return sum + (sums[0] + sums[1]);
 }
 
+static __attribute__((noinline)) double squares_of_adam(Run r, const Numbers *k, int scaled, int decay, int half) {
+    double sum = 0;
+    for (int64_t i = 0; i < r.n; i++) {
+        float m = get(r.m, i * r.dm, half), rms = get(r.r, i * r.dr, half);
+        double u = adam(GRADIENT(get(r.g, i * r.dg, half), get(r.p, i * r.dp, half)), k, &m, &rms);
+        sum += u * u;
+    }
+    return sum;
+}
+
 static double squares(Run r, const Numbers *k, const Step *s) {
     int scaled = s->scale != 0;
+    if (s->rule == ADAM) return squares_of_adam(r, k, scaled, s->decay, s->half);
+    if (s->proposed && r.dg == 1) return squares_of(r, k, 0, NONE, 1, 1, 0);
+    if (s->proposed) return squares_of(r, k, 0, NONE, 1, r.dg, 0);
     if (r.dp != 1 || r.dg != 1) return squares_of(r, k, scaled, s->decay, r.dp, r.dg, s->half);
 #define CASE(S, D, H) \
     if (scaled == S && (s->decay == COUPLED) == (D == COUPLED) && s->half == H) \
@@ -171,56 +219,81 @@ static double squares(Run r, const Numbers *k, const Step *s) {
     return squares_of(r, k, 1, NONE, 1, 1, 1);
 }
 
-/* As torch moves in place; bfloat16 is widened first, and rounded at the end. */
+/* As torch moves in place; bfloat16 is widened first, and rounded at the end. `wide`: a gradient in
+ * float32 all the same. */
 INLINE void move_of(Run r, const Numbers *k, int scaled, float rate, float b, int rule, int decay,
-                    int64_t dp, int64_t dg, int64_t dm, int half) {
-    char *restrict p = r.p, *restrict m = r.m;
+                    int averages, int half, int wide, int64_t dp, int64_t dg, int64_t dm,
+                    int64_t dr, int64_t da) {
+    char *restrict p = r.p, *restrict m = r.m, *restrict v = r.r, *restrict a = r.a;
     const char *restrict gs = r.g;
+    float keep = decay == BY_RATE ? 1 - rate * k->decay : k->keep;
     for (int64_t i = 0; i < r.n; i++) {
-        float x = get(p, i * dp, half), g = GRADIENT(get(gs, i * dg, half), x), mean;
-        if (decay == DECOUPLED) x *= k->keep;
+        float x = get(p, i * dp, half), g = GRADIENT(get(gs, i * dg, half && !wide), x), mean, rms;
+        if (decay >= DECOUPLED) x *= keep;
         if (rule == GRADIENT_ITSELF) { /* x_j <- x_{j-1} - (lam/b_j) g */
             x = fmaf(-g, rate, x);
         } else if (rule == MOMENTUM) { /* buf <- mu buf + g/b_j, x_j <- x_{j-1} - lam buf */
             mean = k->mu * get(m, i * dm, half) + g / b;
             x = fmaf(mean, -k->lam_, x);
             put(m, i * dm, mean, half);
+        } else if (rule == ADAM) {
+            mean = get(m, i * dm, half), rms = get(v, i * dr, half);
+            x = fmaf(-adam(g, k, &mean, &rms), rate, x);
+            put(m, i * dm, mean, half);
+            put(v, i * dr, rms, half);
         } else { /* m_j <- beta m_{j-1} + (1-beta) g, x_j <- x_{j-1} - lam/b_j m_j/(1-beta^t) */
             mean = fmaf(g, k->rest, k->mu * get(m, i * dm, half));
             x = fmaf(-mean, rate, x);
             put(m, i * dm, mean, half);
         }
+        if (averages) put(a, i * da, lerp(get(a, i * da, 0), x, k->share), 0);
         put(p, i * dp, x, half);
     }
 }
 
+#define KEY(S, R, D, A, H, W) ((S) << 7 | (R) << 5 | (D) << 3 | (A) << 2 | (H) << 1 | (W))
+#define CASE(S, R, D, A, H, W) \
+    case KEY(S, R, D, A, H, W): \
+        move_of(r, k, S, rate, b, R, D, A, H, W, 1, 1, 1, 1, 1); \
+        return;
+#define HALVES(S, R, D, A) CASE(S, R, D, A, 0, 0) CASE(S, R, D, A, 1, 0)
+#define CASES(S, R, A) HALVES(S, R, NONE, A) HALVES(S, R, COUPLED, A) HALVES(S, R, DECOUPLED, A)
+#define PROPOSED(D) \
+    CASE(0, GRADIENT_ITSELF, D, 0, 0, 1) CASE(0, GRADIENT_ITSELF, D, 1, 0, 1) \
+    CASE(0, GRADIENT_ITSELF, D, 0, 1, 1) CASE(0, GRADIENT_ITSELF, D, 1, 1, 1)
+
+/* Apart from the others, since a function of too many loops is compiled with less care. */
+static __attribute__((noinline)) void move_otherwise(Run r, const Numbers *k, const Step *s,
+                                                     float rate, float b) {
+    int scaled = s->scale != 0 && !s->proposed;
+    if (r.dp == 1 && r.dg == 1 && r.dm == 1 && r.dr == 1 && r.da == 1)
+        switch (KEY(scaled, s->rule, s->decay, s->averages, s->half, s->proposed)) {
+            CASES(1, GRADIENT_ITSELF, 0) CASES(1, MOMENTUM, 0) CASES(1, RUNNING_MEAN, 0)
+            CASES(0, GRADIENT_ITSELF, 1) CASES(0, MOMENTUM, 1) CASES(0, RUNNING_MEAN, 1)
+            HALVES(0, ADAM, NONE, 0) HALVES(0, ADAM, NONE, 1) PROPOSED(NONE) PROPOSED(BY_RATE)
+        }
+    move_of(r, k, scaled, rate, b, s->rule, s->decay, s->averages, s->half, s->proposed, r.dp, r.dg,
+            r.dm, r.dr, r.da);
+}
+
 static void move(Run r, const Numbers *k, const Step *s, float rate, float b) {
-    int scaled = s->scale != 0;
-#define CASE(S, R, D, H) \
-    if (scaled == S && s->rule == R && s->decay == D && s->half == H) { \
-        move_of(r, k, S, rate, b, R, D, 1, 1, 1, H); \
-        return; \
-    }
-#define CASES(S, R) \
-    CASE(S, R, NONE, 0) CASE(S, R, COUPLED, 0) CASE(S, R, DECOUPLED, 0) \
-    CASE(S, R, NONE, 1) CASE(S, R, COUPLED, 1) CASE(S, R, DECOUPLED, 1)
-    if (r.dp == 1 && r.dg == 1 && r.dm == 1) {
-        CASES(0, GRADIENT_ITSELF) CASES(0, MOMENTUM) CASES(0, RUNNING_MEAN)
-        CASES(1, GRADIENT_ITSELF) CASES(1, MOMENTUM) CASES(1, RUNNING_MEAN)
-    }
-    move_of(r, k, scaled, rate, b, s->rule, s->decay, r.dp, r.dg, r.dm, s->half);
+    if (r.dp == 1 && r.dg == 1 && r.dm == 1)
+        switch (KEY(s->scale != 0, s->rule, s->decay, s->averages, s->half, s->proposed)) {
+            CASES(0, GRADIENT_ITSELF, 0) CASES(0, MOMENTUM, 0) CASES(0, RUNNING_MEAN, 0)
+        }
+    move_otherwise(r, k, s, rate, b);
 }
 
 /* b_j <- b_{j-1} + lam^2 |g|^2/b_{j-1}; NaN where it would be infinite. */
 static float next_b(float b, double sq, const Numbers *k, const Step *s, int hold) {
     double wide = b;
     if (s->latch && wide == 0) { /* b_1 <- C lam |g_1| where a row meets its first gradient */
-        double norm = sqrt(sq), first = k->c * k->lam * norm;
+        double norm = sqrt(sq), first = k->c * k->measured * norm;
         if (norm >= FLOOR && first >= FLOOR) wide = first;
     } else if (wide == 0) { /* b_1 is a number, and was not when the row's state was made */
         wide = k->c;
     }
-    if (!hold) wide = wide == 0 ? 0 * sq : wide + k->lam * k->lam * sq / wide;
+    if (!hold) wide = wide == 0 ? 0 * sq : wide + k->measured * k->measured * sq / wide;
     float new = (float)wide;
     return isinf(new) ? NAN : new;
 }
@@ -239,8 +312,8 @@ static float shared_b(const Shared *f, int64_t row, const Step *s) {
 }
 
 /* Store a parameter's b, t and skips of a row; whether it moves, and its rate and b. */
-static int store(const Parameter *r, int64_t row, float new, int finite, const Numbers *k,
-                 const Step *s, float *rate, float *b) {
+static int store(const Parameter *r, int64_t row, float new, int finite, Numbers *k, const Step *s,
+                 float *rate, float *b) {
     if (s->skip && !finite) {
         ((int32_t *)r->skipped)[row]++;
         return 0;
@@ -249,8 +322,9 @@ static int store(const Parameter *r, int64_t row, float new, int finite, const N
     if (s->latch && new == 0) return 0;
     *b = new == 0 ? 1 : new;
     double factor = 1 / (double)*b;
+    if (s->rule >= RUNNING_MEAN) ((float *)r->t)[row] += 1;
     if (s->rule == RUNNING_MEAN) {
-        float t = ((float *)r->t)[row] += 1;
+        float t = ((float *)r->t)[row];
         factor /= 1 - exp2((t < 1 ? 1 : t) * k->log_mu);
     }
     *rate = (float)(factor * k->lam);
@@ -260,27 +334,33 @@ static int store(const Parameter *r, int64_t row, float new, int finite, const N
 /* What is done to each run of a row's elements from `begin` to `end`: its squares are summed or, if
  * `rate` is given, it moves. (All of it in one function, which saves half of a short row's time.) */
 __attribute__((flatten)) static double each_run(
-    const Parameter *r, int64_t grad, int64_t row, int64_t begin, int64_t end, const Numbers *k,
+    const Parameter *r, int64_t grad, int64_t row, int64_t begin, int64_t end, Numbers *k,
     const Step *s, const float *rate, float b) {
-    int64_t size = s->half ? 2 : 4;
+    int64_t size = s->half ? 2 : 4, size_g = s->proposed ? 4 : size;
     char *p = (char *)r->p, *m = (char *)(r->buffer ? r->buffer : r->p);
+    char *v = (char *)(r->rms ? r->rms : r->p), *a = (char *)(r->average ? r->average : r->p);
     const char *g = (const char *)grad;
     double sum = 0;
+    /* Steps are counted before a row moves, and after its squares are summed. */
+    if (s->rule == ADAM || (s->averages && rate))
+        count(k, s, ((const float *)r->t)[s->rule >= RUNNING_MEAN ? row : 0] + !rate);
     if (r->dense) {
-        int64_t at = (row * r->length + begin) * size;
-        Run run = {p + at, m + at, g + at, end - begin, 1, 1, 1};
+        int64_t i = row * r->length + begin, at = i * size;
+        Run run = {p + at, m + at, v + at, a + 4 * i, g + size_g * i, end - begin, 1, 1, 1, 1, 1};
         if (!rate) return squares(run, k, s);
         move(run, k, s, *rate, b);
         return 0;
     }
-    const int64_t *sizes = r->sizes, *sp = r->p_strides, *sg = r->g_strides, *sm = r->buffer_strides;
+    const int64_t *sizes = r->sizes, *sp = r->strides[0], *sg = r->strides[1];
+    const int64_t *sm = r->strides[2], *sv = r->strides[3], *sa = r->strides[4];
     int64_t inner = sizes[3], i = row / sizes[0], j = row % sizes[0];
     for (int64_t e = begin; e < end;) {
         int64_t c = e / inner % sizes[2], d = e / (inner * sizes[2]) % sizes[1];
         int64_t f = e / (inner * sizes[2] * sizes[1]), at = e % inner;
         int64_t n = inner - at < end - e ? inner - at : end - e;
-#define SPOT(to) (size * (i * to[0] + j * to[1] + f * to[2] + d * to[3] + c * to[4] + at * to[5]))
-        Run run = {p + SPOT(sp), m + SPOT(sm), g + SPOT(sg), n, sp[5], sg[5], sm[5]};
+#define SPOT(to) (i * to[0] + j * to[1] + f * to[2] + d * to[3] + c * to[4] + at * to[5])
+        Run run = {p + size * SPOT(sp), m + size * SPOT(sm), v + size * SPOT(sv), a + 4 * SPOT(sa),
+                   g + size_g * SPOT(sg), n, sp[5], sg[5], sm[5], sv[5], sa[5]};
         if (!rate)
             sum += squares(run, k, s);
         else
@@ -381,7 +461,7 @@ static void together(Work w, int threads) {
 
 /* A step, or a part of it. */
 void JOIN(step, LEVEL)(const Step *s, int mode, int threads) {
-    for (int64_t i = 0; i < s->n_shared && mode != CHECK && s->rule != RUNNING_MEAN; i++) {
+    for (int64_t i = 0; i < s->n_shared && mode != CHECK && s->rule < RUNNING_MEAN; i++) {
         const Shared *f = s->shared + i;
         const Parameter *r = s->parameters + f->first;
         int moves = numbers(r, s).lam != 0;

@@ -35,16 +35,25 @@ def why_not() -> str | None:
 
 
 class Launch:
-    """The parameters that step in one call."""
+    """The parameters that step in one call.
 
-    def __init__(self, method: Method, units: list[Unit], index: list[int], head: int) -> None:
+    Args:
+        index: which of a snapshot's words it reads: the settings, `head` words, and gradients.
+        given: addresses that stand for those of gradients.
+    """
+
+    def __init__(
+        self, method: Method, units: list[Unit], index: list[int], given: list[int], head: int
+    ) -> None:
         self.method = method
-        self._index, self._call = index, _function()
+        self._index, self._given, self._call = index, given, _function()
         self._owners = [id(unit.shared.members[0].param) for unit in units]
         layouts = [[layout(view) for view in unit.shared.members] for unit in units]
         work = _work(layouts)
         self._elements = sum(size.rows * size.length for sizes in layouts for size in sizes)
-        self._words = np.zeros(len(index), np.int64)  # settings, `head` of them, and gradients
+        self._words = np.zeros(
+            len(index) + len(given), np.int64
+        )  # settings, `head` of them, and gradients
         self._seen: list[int] = []
         self._bad = np.zeros(len(units), np.int32)
         self._scale: Tensor | None = None
@@ -59,14 +68,14 @@ class Launch:
             *(len(units), len(work.rows), len(work.pieces), len(work.long_rows)),
             *map(_place, scratch),
             *(words, words + 8 * head, method.rule, method.decay, method.skip, method.latch),
-            method.dtype == torch.bfloat16,
-            *(0, 0, library.parallel()),
+            *(method.rated, method.averages, method.dtype == torch.bfloat16),
+            *(method.proposed is not None, 0, 0, library.parallel()),
         )
         self._at = ctypes.addressof(self._step)
 
     def prepare(self, words: list[int], scale: Tensor | None, found_inf: Tensor | None) -> None:
         if words is not self._seen:
-            self._words[:] = [words[i] for i in self._index]
+            self._words[:] = [words[i] for i in self._index] + self._given
             self._seen = words
         self._scale, self._found_inf = _here(scale), _here(found_inf)
         self._step.scale, self._step.found_inf = address(self._scale), address(self._found_inf)

@@ -11,13 +11,18 @@ import torch
 from torch import Tensor
 
 from wngrad.optim.fused.method import Method, Unit
-from wngrad.optim.fused.records import DTYPES, Refused, Rule
+from wngrad.optim.fused.records import DTYPES, Refused
 from wngrad.optim.fused.tables import Batch, SplitStep, Table
 from wngrad.optim.fused.tiling import Tiling
 
 
 class Launch:
-    """The kernels of parameters that step together."""
+    """The kernels of parameters that step together.
+
+    Args:
+        index: which of a snapshot's words they read: the settings, `head` words, and gradients.
+        given: addresses that stand for those of gradients.
+    """
 
     def __init__(
         self,
@@ -26,6 +31,7 @@ class Launch:
         units: list[Unit],
         words: list[int],
         index: list[int],
+        given: list[int],
         head: int,
     ) -> None:
         import triton.language as tl
@@ -35,17 +41,22 @@ class Launch:
         self.batch = batch = Batch(method, tiling, units)
         self.kernel, self.split, self.method, self.tiling = kernel, kernel_split, method, tiling
         self._index = None if index == list(range(len(words))) else index
+        self._given = given
         self._words = Table(self._own(words), method.device)
         self._settings, self._grads = self._words.tensor[:head], self._words.tensor[head:]
         self._scale = self._found_inf = self._nothing = batch.coefs
         self._flags, self._scaled = {"SCALE": False, "FOUND": False}, False
         self._constants = {
             "DTYPE": getattr(tl, DTYPES[method.dtype]),
+            "GDTYPE": getattr(tl, DTYPES[method.proposed or method.dtype]),
             "METHOD": method.rule.value,
             "DECAY": method.decay.value,
             "SKIP": method.skip,
             "LATCH": method.latch,
             "ROUND": method.rounds,
+            "RATED": method.rated,
+            "AVERAGES": method.averages,
+            "PROPOSED": method.proposed is not None,
             "TILE": tiling.tile,
             "STAGES": tiling.stages,
             "KINDS": batch.kinds,
@@ -54,7 +65,7 @@ class Launch:
 
     def _own(self, words: list[int]) -> list[int]:
         """Those of the words that these kernels read."""
-        return words if self._index is None else [words[i] for i in self._index]
+        return words if self._index is None else [words[i] for i in self._index] + self._given
 
     def prepare(self, words: list[int], scale: Tensor | None, found_inf: Tensor | None) -> None:
         self._words.update(self._own(words))
@@ -63,17 +74,18 @@ class Launch:
         device, nothing = self.method.device, self._nothing
         self._scale = nothing if scale is None else scale.to(device, non_blocking=True)
         self._found_inf = nothing if found_inf is None else found_inf.to(device, non_blocking=True)
-        self._flags = {"SCALE": scale is not None, "FOUND": found_inf is not None}
+        scaled = scale is not None and self.method.proposed is None
+        self._flags = {"SCALE": scaled, "FOUND": found_inf is not None}
         self._scaled = any(self._flags.values())
 
     def step(self) -> None:
-        with _on(self.method.device):
+        with on(self.method.device):
             self._step()
 
     def _step(self) -> None:
         k, method = self.kernel, self.method
         if self.tiling.whole:
-            if method.rounds and method.rule != Rule.RUNNING_MEAN:
+            if (method.rounds or method.averages) and not method.rule.counts_blocks:
                 k.count_steps[(self._grads.numel(),)](
                     self.batch.records.tensor,
                     self._settings,
@@ -90,7 +102,7 @@ class Launch:
 
     def bad(self) -> Refused | None:
         """A parameter with rows that are not finite, if that is to be known. Then it waits."""
-        with _on(self.method.device):
+        with on(self.method.device):
             self._tiles(self.kernel.SUMS)
             for split in self.batch.splits:
                 self._find_b(split, check=True)
@@ -123,7 +135,7 @@ class Launch:
             names = [name for name in jit.arg_names if name in constants]
             where = (t.data_ptr() for t in tensors)
             arguments = (*where, *(constants[name] for name in names))
-            self._ready[mode.value] = _again(compiled, grid, arguments, self.method.device)
+            self._ready[mode.value] = again(compiled, grid, arguments, self.method.device)
 
     def _find_b(self, split: SplitStep, check: bool) -> None:
         method = self.method
@@ -140,6 +152,7 @@ class Launch:
             METHOD=method.rule.value,
             SKIP=method.skip,
             LATCH=method.latch,
+            RATED=method.rated,
             FOUND=self._flags["FOUND"],
             CHECK=check,
             R=split.rows,
@@ -147,7 +160,7 @@ class Launch:
         )
 
 
-def _again(
+def again(
     compiled: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], device: torch.device
 ) -> Callable[[], object]:  # pragma: no cover, needs a GPU
     """The launch of a kernel that has been launched before.
@@ -179,7 +192,8 @@ def _again(
 _HERE: AbstractContextManager[Any] = nullcontext()
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """The device that kernels are launched on."""
     index = device.index  # None on a CPU, where Triton is interpreted
     here = index is None or index == torch.cuda.current_device()
     return _HERE if here else torch.cuda.device(device)

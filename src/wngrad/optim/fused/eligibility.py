@@ -12,11 +12,13 @@ from torch import Tensor
 from wngrad.optim import memory, sharded
 from wngrad.optim.checks import Settings
 from wngrad.optim.directions import Direction
-from wngrad.optim.fused import cpu
+from wngrad.optim.fused import cpu, matrices
 from wngrad.optim.fused.layout import fits
 from wngrad.optim.fused.method import runs_native
 from wngrad.optim.fused.records import DTYPES, RULES
 from wngrad.optim.fused.snapshot import UNKNOWN_KIND, rate
+from wngrad.optim.orthogonalized import Orthogonalized
+from wngrad.optim.state import AVERAGE
 from wngrad.optim.views import SharedBlocks, View
 
 
@@ -29,9 +31,9 @@ class Stepper(Protocol):
     def direction(self, group: dict[str, Any], p: Tensor) -> Direction: ...
 
 
-def kernel_setting(optimizer: Stepper) -> str | None:
-    """The setting that holds μ or β for kernels; None if none of them knows the direction."""
-    return getattr(type(optimizer).direction, "kernel_setting", None)
+def kernel_settings(optimizer: Stepper) -> tuple[str, ...] | None:
+    """The settings a direction is made from, μ or β first; None if no kernel knows any."""
+    return getattr(type(optimizer).direction, "kernel_settings", None)
 
 
 @cache
@@ -49,7 +51,7 @@ def is_possible(optimizer: Stepper, settings: list[Settings]) -> bool:
     """Whether any parameter may take the fused step; if none may there is no more to ask."""
     if in_dispatch_mode():
         return False
-    if kernel_setting(optimizer) is None:
+    if kernel_settings(optimizer) is None:
         return any(its.fused for its in settings)  # which will be refused
     return any(
         its.fused or (its.fused is None and any(map(_may, group["params"])))
@@ -71,12 +73,10 @@ def why_never(optimizer: Stepper, p: Tensor, settings: Settings) -> str | None:
     """Why a parameter can never take the fused step under these settings."""
     if settings.fused is False:
         return "`fused` is False"
-    if kernel_setting(optimizer) is None:
+    if kernel_settings(optimizer) is None:
         return f"no kernel knows the direction of `{type(optimizer).__name__}`"
     if settings.differentiable:
         return "`differentiable` is True"
-    if settings.average is not None:
-        return "`average` is not None"
     if _is_fake(p):
         return "it is fake, without memory"
     if runs_native(p, settings):
@@ -142,12 +142,33 @@ def _why_not(view: View, unit: SharedBlocks) -> str | None:
     device, counts = view.p.device, {torch.int32: view.skipped}
     per_block = all(_readable(t, torch.float32, device) for t in (view.b, view.t))
     skips = all(t is None or _readable(t, dtype, device) for dtype, t in counts.items())
-    large = all(t.dtype == view.p.dtype and t.device == device for t in buffers)
+    large = all(
+        t.dtype == (torch.float32 if name == AVERAGE else view.p.dtype) and t.device == device
+        for name, t in view.buffers.items()
+    )
     if not (per_block and skips and large) or any(t.is_neg() for t in (*small, *buffers)):
         return "its state is of another type, on another device or not contiguous"
+    orthogonalized = isinstance(view.direction, Orthogonalized)
+    if orthogonalized and (reason := _why_not_orthogonalized(view, unit)) is not None:
+        return reason
     if not fits(view):
         return f"its strides are {view.p.stride()}, its gradient's {view.g.stride()}"
     return None
+
+
+def _why_not_orthogonalized(view: View, unit: SharedBlocks) -> str | None:
+    settings = unit.settings
+    if sharded.is_sharded(view.param):
+        return "it is orthogonalized, and sharded"
+    if not unit.alone:
+        return "it is orthogonalized, and shares its b"
+    if settings.nonfinite == "raise":
+        return "it is orthogonalized, and `nonfinite` is 'raise'"
+    if settings.weight_decay and not settings.decoupled_weight_decay:
+        return "it is orthogonalized, and weight decay is in its gradient"
+    if settings.c is not None:  # then rows without a b must keep their momentum
+        return "it is orthogonalized, and `b_init` is from its gradient"
+    return None if matrices.has_views(view) else "its matrices are no view of it"
 
 
 def overlapping(units: list[SharedBlocks]) -> set[int]:

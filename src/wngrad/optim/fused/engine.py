@@ -12,21 +12,23 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from wngrad.optim import checks
 from wngrad.optim.checks import Settings
-from wngrad.optim.fused import cpu, cuda, eligibility
+from wngrad.optim.fused import cpu, cuda, eligibility, matrices
 from wngrad.optim.fused.eligibility import Stepper
+from wngrad.optim.fused.matrices import Stage
 from wngrad.optim.fused.method import Method, Unit, method
 from wngrad.optim.fused.snapshot import Snapshot, Snapshots
 from wngrad.optim.fused.tiling import SMALL, Tiling, tiling
 from wngrad.optim.step import plain_step
 from wngrad.optim.views import SharedBlocks
 
+Launch: TypeAlias = cpu.Launch | cuda.Launch
 _MOST = 16  # launches kept at most, for models that train other parameters in every step
 
 
@@ -40,27 +42,19 @@ class Launches:
         self, params: list[Tensor], units: list[Unit], reasons: dict[int, str], now: Snapshot
     ) -> None:
         self.reasons = reasons
-        stepping = [p for p in params if p.grad is not None]
-        order = {id(p): i for i, p in enumerate(stepping)}
-        head = len(now.words) - len(stepping)
-        batches: dict[tuple[Method, Tiling | None], list[Unit]] = {}
-        small = sum(view.p.numel() for unit in units for view in unit.shared.members) <= SMALL
-        for unit in units:
-            how = method(unit.shared)
-            cut = None if how.native else tiling(unit.shared, small)
-            batches.setdefault((how, cut), []).append(unit)
         moved = {id(view.param) for unit in units for view in unit.shared.members}
         # A backward that needs what was there before the step must say so, not go wrong in silence.
         self._moved = [i for i, p in enumerate(params) if id(p) in moved and not p.is_inference()]
         self._whole = len(self._moved) == len(params)
-        self._launches: list[cpu.Launch | cuda.Launch] = []
-        for (how, cut), part in batches.items():
-            views = (view for unit in part for view in unit.shared.members)
-            index = [*range(head), *(head + order[id(view.param)] for view in views)]
-            if cut is None:
-                self._launches.append(cpu.Launch(how, part, index, head))
-            else:
-                self._launches.append(cuda.Launch(how, cut, part, now.words, index, head))
+        small = sum(view.p.numel() for unit in units for view in unit.shared.members) <= SMALL
+        make = partial(_launches, params, now.words, small)
+        stages = matrices.stages(units, params, now.words)
+        staged = {id(unit) for stage in stages for unit in stage.units}
+        self._rounds: list[tuple[Stage | None, list[Launch]]] = [
+            (stage, make(list(map(matrices.proposed, stage.units, stage.u)))) for stage in stages
+        ]
+        self._rounds.append((None, make([unit for unit in units if id(unit) not in staged])))
+        self._launches = [launch for _, launches in self._rounds for launch in launches]
         self._checked = [each for each in self._launches if each.method.checks_first]
 
     def run(self, optimizer: Any, params: list[Tensor], words: list[int]) -> None:
@@ -73,10 +67,39 @@ class Launches:
             if (bad := launch.bad()) is not None:
                 p = next(p for p in params if id(p) == bad.param)
                 checks.refuse_nonfinite(type(optimizer).__name__, p, bad.blocks)
-        for launch in self._launches:
-            launch.step()
+        for stage, launches in self._rounds:
+            if stage is not None:
+                stage.run(optimizer, params, words, scale, found_inf)
+            for launch in launches:
+                launch.step()
         moved = params if self._whole else [params[i] for i in self._moved]
         torch.autograd.graph.increment_version(moved)
+
+
+def _launches(
+    params: list[Tensor], words: list[int], small: bool, units: list[Unit]
+) -> list[Launch]:
+    """The launches of units that step together, one for each method and tiling."""
+    stepping = {id(p): i for i, p in enumerate(p for p in params if p.grad is not None)}
+    head = len(words) - len(stepping)
+    batches: dict[tuple[Method, Tiling | None], list[Unit]] = {}
+    for unit in units:
+        how = method(unit.shared)
+        cut = None if how.native else tiling(unit.shared, small)
+        batches.setdefault((how, cut), []).append(unit)
+    made: list[Launch] = []
+    for (how, cut), part in batches.items():
+        views = [view for unit in part for view in unit.shared.members]
+        index, given = list(range(head)), []
+        if how.proposed is None:
+            index += [head + stepping[id(view.param)] for view in views]
+        else:  # not the gradients, but what stands in their place
+            given = [view.g.data_ptr() for view in views]
+        if cut is None:
+            made.append(cpu.Launch(how, part, index, given, head))
+        else:
+            made.append(cuda.Launch(how, cut, part, words, index, given, head))
+    return made
 
 
 class Engine:
@@ -138,7 +161,7 @@ class Engine:
     def _snapshot(
         self, optimizer: Stepper, settings: list[Settings], params: list[Tensor]
     ) -> Snapshot | None:
-        own = eligibility.kernel_setting(optimizer)
+        own = eligibility.kernel_settings(optimizer)
         if own is None:
             return None
         groups = optimizer.param_groups

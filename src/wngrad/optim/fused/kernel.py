@@ -27,18 +27,20 @@ def words(record: Any, *names: str) -> list[Any]:
     return [tl.constexpr(every.index(name)) for name in names] + [tl.constexpr(len(every))]
 
 
-P, B, BUF, T, SKIPPED, *_ = words(TRITON_PARAMETER, "p", "b", "buffer", "t", "skipped")
+P, B, BUF, RMS, AVERAGE, *_ = words(TRITON_PARAMETER, "p", "b", "buffer", "rms", "average")
+T, SKIPPED, SCALE_U, LOG_BETA2, *_ = words(TRITON_PARAMETER, "t", "skipped", "scale", "log_beta2")
+OLD_RMS, NEW_RMS, *_ = words(TRITON_PARAMETER, "old_rms", "new_rms")
 LENGTH, ROWS, PIECES, PIECE, *_ = words(TRITON_PARAMETER, "length", "rows", "pieces", "piece")
 FIRST, SPAN, GROUP_NUMBER, HOLD, *_ = words(TRITON_PARAMETER, "first", "span", "group", "hold")
 PARTS, ROOM, WORDS = words(TRITON_PARAMETER, "sums", "room")
 LAM, LAM_KIND, MU, LOG_MU, *_ = words(GROUP, "lam", "lam_kind", "mu", "log_mu")
-WEIGHT_DECAY, C, SIGN, SETTINGS = words(GROUP, "weight_decay", "c", "sign")
+WEIGHT_DECAY, C, SIGN, ETA, SETTINGS = words(GROUP, "weight_decay", "c", "sign", "eta")
 SIZES, P_STRIDES, LAYOUT_WORDS = words(LAYOUT, "size_0", "p_stride_0")
 PARAMETERS = tl.constexpr(2**24)  # at most: a program's word is that times the kind, and an index
 
 ALL, SUMS, MOVES = map(tl.constexpr, range(3))  # what step_tiles does
-PLAIN, MOMENTUM, ADAM = (tl.constexpr(rule.value) for rule in Rule)
-NONE, COUPLED, DECOUPLED = (tl.constexpr(decay.value) for decay in Decay)
+PLAIN, MOMENTUM, RUNNING_MEAN, ADAM = (tl.constexpr(rule.value) for rule in Rule)
+NONE, COUPLED, DECOUPLED, BY_RATE = (tl.constexpr(decay.value) for decay in Decay)
 # A tile's shape is its kind: 2^kind columns, and as many rows as the tile holds. Then whether
 # loads can be 16 bytes wide, or need an address for each element.
 LOOSE, STRIDED, KINDS_END = map(tl.constexpr, (16, 32, 48))
@@ -67,18 +69,23 @@ def lam_of(conf, found, FOUND: tl.constexpr):
 
 
 @triton.jit
-def next_b(b, sq, lam, c, hold, LATCH: tl.constexpr):
-    """b_j ← b_{j-1} + λ²‖g‖²/b_{j-1}, and whether all of it is finite."""
+def next_b(b, sq, lam, c, hold, LATCH: tl.constexpr, RATED: tl.constexpr):
+    """b_j ← b_{j-1} + λ²‖u‖²/b_{j-1}, without λ unless RATED, and whether all of it is finite."""
     wide = b.to(tl.float64)
     if LATCH:  # b₁ ← C·λ·‖g₁‖ where a row meets its first gradient
         norm = tl.sqrt(sq)
-        first = c * lam * norm
+        first = c * norm
+        if RATED:
+            first = first * lam
         wide = tl.where((wide == 0) & (norm >= _FLOOR) & (first >= _FLOOR), first, wide)
     else:  # b₁ is a number, and perhaps was not when the row's state was made
         wide = tl.where(wide == 0, c, wide)
     unset = wide == 0
     safe = tl.where(unset, 1.0, wide)
-    grown = tl.where(unset, 0 * sq, safe + lam * lam * sq / safe)
+    added = sq
+    if RATED:
+        added = lam * lam * sq
+    grown = tl.where(unset, 0 * sq, safe + added / safe)
     new = tl.where(hold, wide, grown).to(tl.float32)
     finite = (tl.abs(new) < float("inf")) & (tl.abs(sq) < float("inf"))
     return tl.where(tl.abs(new) == float("inf"), float("nan"), new), finite
@@ -89,11 +96,29 @@ def coefficient(b, t, lam, log_mu, METHOD: tl.constexpr):
     """λ/b_j; for Algorithm 4, over 1 − βᵗ as well; with momentum 1/b_j, by which g enters."""
     b = tl.where(b == 0, 1.0, b).to(tl.float64)  # where there is no b yet nothing is written
     factor = 1 / b
-    if METHOD == ADAM:
+    if METHOD == RUNNING_MEAN:
         factor = factor / (1 - tl.exp2(tl.maximum(t, 1.0).to(tl.float64) * log_mu))
     if METHOD != MOMENTUM:
         factor = factor * lam
     return factor.to(tl.float32)
+
+
+@triton.jit
+def _unbiased(r, t, log_mu, METHOD: tl.constexpr):
+    """Adam's scale·√(1 − β₂ᵗ)/(1 − βᵗ), by which a row's m/√v is multiplied in its step t."""
+    factor = t
+    if METHOD == ADAM:
+        wide, log_beta2 = t.to(tl.float64), real(tl.load(r + LOG_BETA2))
+        ratio = tl.sqrt(1 - tl.exp2(wide * log_beta2)) / (1 - tl.exp2(wide * log_mu))
+        factor = (real(tl.load(r + SCALE_U)) * ratio).to(tl.float32)
+    return factor
+
+
+@triton.jit
+def _lerp(x, y, w):
+    """x + w·(y − x), from the end that is nearer."""
+    near = tl.abs(w) < 0.5
+    return tl.fma(tl.where(near, w, w - 1), y - x, tl.where(near, x, y))
 
 
 @triton.jit
@@ -124,27 +149,41 @@ def _rounded(x, seed, col, DTYPE: tl.constexpr, ROUND: tl.constexpr):
 
 @triton.jit
 def _read(
-    at, here, col, inside, layout, METHOD: tl.constexpr, STRIDES: tl.constexpr, AGAIN: tl.constexpr
+    at,
+    here,
+    col,
+    inside,
+    layout,
+    METHOD: tl.constexpr,
+    AVERAGES: tl.constexpr,
+    STRIDES: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
-    """x, the gradient and the buffer in these columns of the rows, and where x and buffer lie.
+    """x, the gradient, buffers and average in these columns of the rows; where all but g lie.
 
     A long row that is read AGAIN need not stay in the cache. To keep all else was the fastest.
     """
     KEEP: tl.constexpr = "evict_first" if AGAIN else "evict_last"
-    p, g, m = at
+    p, g, m, r, a = at
     row, begin, start = here
     if STRIDES:
         e = begin + col
         at_p, at_g = p + _offsets(layout, 0, row, e), g + _offsets(layout, 1, row, e)
-        at_m = m + _offsets(layout, 2, row, e)
+        at_m, at_r = m + _offsets(layout, 2, row, e), r + _offsets(layout, 3, row, e)
+        at_a = a + _offsets(layout, 4, row, e)
     else:
         at_p, at_g, at_m = p + start + col, g + start + col, m + start + col
+        at_r, at_a = r + start + col, a + start + col
     dg = tl.load(at_g, mask=inside, other=0.0, eviction_policy=KEEP)
     x = tl.load(at_p, mask=inside, other=0.0, eviction_policy=KEEP)
-    buf = x
+    buf, rms, mean = x, x, x
     if METHOD != PLAIN:
         buf = tl.load(at_m, mask=inside, other=0.0, eviction_policy=KEEP)
-    return x, dg, buf, at_p, at_m
+    if METHOD == ADAM:
+        rms = tl.load(at_r, mask=inside, other=0.0, eviction_policy=KEEP)
+    if AVERAGES:
+        mean = tl.load(at_a, mask=inside, other=0.0, eviction_policy=KEEP)
+    return x, dg, buf, rms, mean, at_p, at_m, at_r, at_a
 
 
 @triton.jit
@@ -157,8 +196,23 @@ def _gradient(was, numbers, DECAY: tl.constexpr):
 
 
 @triton.jit
-def _squares(was, numbers, DECAY: tl.constexpr):
-    wide = _gradient(was, numbers, DECAY).to(tl.float64)
+def _adam(was, g, unbiased, numbers):
+    """u = scale·m̂/√v̂, and m and √v as they will be."""
+    m = _lerp(was[2].to(tl.float32), g, numbers[5])  # m ← β₁·m + (1−β₁)·g
+    old, new = numbers[7] * was[3].to(tl.float32), numbers[8] * g
+    a, b = old.to(tl.float64), new.to(tl.float64)
+    endless = (tl.abs(old) == float("inf")) | (tl.abs(new) == float("inf"))
+    rms = tl.where(endless, float("inf"), tl.sqrt(a * a + b * b)).to(tl.float32)
+    ratio = tl.where(rms == 0, m, m / tl.where(rms == 0, 1.0, rms))
+    return unbiased * ratio, m, rms
+
+
+@triton.jit
+def _squares(was, unbiased, numbers, METHOD: tl.constexpr, DECAY: tl.constexpr):
+    u = _gradient(was, numbers, DECAY)
+    if METHOD == ADAM:
+        u, m, rms = _adam(was, u, unbiased, numbers)
+    wide = u.to(tl.float64)
     return wide * wide
 
 
@@ -167,36 +221,47 @@ def _write(
     was,
     col,
     inside,
-    coef,
+    of_row,
     seed,
     numbers,
     DTYPE: tl.constexpr,
     METHOD: tl.constexpr,
     DECAY: tl.constexpr,
     ROUND: tl.constexpr,
+    AVERAGES: tl.constexpr,
 ):
-    """x_j ← x_{j-1} − (λ/b_j) g, or with what stands in for g.
+    """x_j ← x_{j-1} − (λ/b_j) g, or with what stands in for g; then the average of x.
 
     Which product a sum takes unrounded is said (`fma`), or the compiler would choose, and choose
     differently for a parameter alone and among others.
     """
     x, buf = was[0].to(tl.float32), was[2].to(tl.float32)
-    factor, lam, mu, decay, keep, rest = numbers
+    coef, unbiased, share = of_row
+    factor, lam, mu, decay, keep, rest, eta, old, new = numbers
     g = _gradient(was, numbers, DECAY)
     if DECAY == DECOUPLED:
         x = x * keep  # x ← x·(1 − λ·w)
+    if DECAY == BY_RATE:
+        x = tl.fma(-(coef * decay), x, x)  # x ← x·(1 − w·λ/b_j)
     if METHOD == PLAIN:
         x = tl.fma(-coef, g, x)
+    elif METHOD == ADAM:
+        u, buf, rms = _adam(was, g, unbiased, numbers)
+        x = tl.fma(-coef, u, x)
+        tl.store(was[7], rms.to(DTYPE), mask=inside, eviction_policy="evict_first")
     elif METHOD == MOMENTUM:
         buf = tl.fma(mu, buf, g * coef)  # buf ← μ·buf + g/b_j
         x = tl.fma(-lam, buf, x)
     else:
         buf = tl.fma(mu, buf, rest * g)  # ĝ_j ← β ĝ_{j-1} + (1−β) g
         x = tl.fma(-coef, buf, x)
-    new = _rounded(x, seed, col, DTYPE, ROUND)
-    tl.store(was[3], new, mask=inside, eviction_policy="evict_first")
+    if AVERAGES:  # x̄ ← x̄ + (η+1)/(k+η)·(x − x̄)
+        mean = _lerp(was[4], x, share)
+        tl.store(was[8], mean, mask=inside, eviction_policy="evict_first")
+    rounded = _rounded(x, seed, col, DTYPE, ROUND)
+    tl.store(was[5], rounded, mask=inside, eviction_policy="evict_first")
     if METHOD != PLAIN:
-        tl.store(was[4], buf.to(DTYPE), mask=inside, eviction_policy="evict_first")
+        tl.store(was[6], buf.to(DTYPE), mask=inside, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -205,7 +270,7 @@ def _held(r, row, there, METHOD: tl.constexpr):
     bs = tl.load(r + B).to(tl.pointer_type(tl.float32)) + row
     b = tl.load(bs, mask=there, other=1.0)
     t = b
-    if METHOD == ADAM:
+    if METHOD >= RUNNING_MEAN:
         t = tl.load(tl.load(r + T).to(tl.pointer_type(tl.float32)) + row, mask=there, other=0.0)
     return b, t
 
@@ -223,13 +288,14 @@ def _store(
     METHOD: tl.constexpr,
     SKIP: tl.constexpr,
     LATCH: tl.constexpr,
-    ROUND: tl.constexpr,
+    RATED: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):
     """Store b, t and the skips of whole rows; return coefficients, the rows that move, their t."""
     bs = tl.load(r + B).to(tl.pointer_type(tl.float32)) + row
     t = tl.load(r + T).to(tl.pointer_type(tl.float32))
     c, hold = real(tl.load(conf + C)), tl.load(r + HOLD) != 0
-    new, finite = next_b(held[0], sq, lam, c, hold, LATCH)
+    new, finite = next_b(held[0], sq, lam, c, hold, LATCH, RATED)
     live = there & (tl.where(there, lam, 0.0) != 0)  # none of them if λ = 0
     if SKIP:
         skips = tl.load(r + SKIPPED).to(tl.pointer_type(tl.int32)) + row
@@ -239,10 +305,10 @@ def _store(
     if LATCH:
         live = live & (new != 0)
     steps = held[1]
-    if METHOD == ADAM:
+    if METHOD >= RUNNING_MEAN:
         steps += live.to(tl.float32)
         tl.store(t + row, steps, mask=there)
-    elif ROUND:  # has been counted before, since every program reads it
+    elif COUNTED:  # has been counted before, since every program reads it
         steps = tl.load(t + row * 0, mask=there, other=0.0)
     elif first:
         tl.store(t, tl.load(t) + tl.where(lam != 0, 1.0, 0.0))
@@ -256,46 +322,58 @@ def _coefficients(r, coefs, row, there, METHOD: tl.constexpr):
     spot = coefs + (tl.load(r + ROOM) + row) * 2
     coef = tl.load(spot, mask=there, other=0.0)
     live = there & (tl.load(spot + 1, mask=there, other=0.0) != 0)
-    t = tl.load(r + T).to(tl.pointer_type(tl.float32)) + row * (METHOD == ADAM)
+    t = tl.load(r + T).to(tl.pointer_type(tl.float32)) + row * (METHOD >= RUNNING_MEAN)
     return coef, live, tl.load(t, mask=there, other=0.0)
 
 
 @triton.jit
-def _numbers(conf, lam, scale, SCALE: tl.constexpr):
-    """Of a group, in float32: what gradients are multiplied by, λ, μ, decay, 1 − λ·decay, 1 − μ."""
+def _numbers(r, conf, lam, scale, SCALE: tl.constexpr, PROPOSED: tl.constexpr):
+    """In float32: what gradients are multiplied by, λ, μ, decay, 1 − λ·decay, 1 − μ, η, Adam's."""
     factor, mu = real(tl.load(conf + SIGN)).to(tl.float32), real(tl.load(conf + MU))
+    if PROPOSED:
+        factor = factor * factor  # 1: the sign is in u already
     decay = real(tl.load(conf + WEIGHT_DECAY))
     if SCALE:
         factor = factor / tl.load(scale)
     keep, rest = (1 - lam * decay).to(tl.float32), (1 - mu).to(tl.float32)
-    return factor, lam.to(tl.float32), mu.to(tl.float32), decay.to(tl.float32), keep, rest
+    lam, mu, decay = lam.to(tl.float32), mu.to(tl.float32), decay.to(tl.float32)
+    eta = real(tl.load(conf + ETA)).to(tl.float32)
+    old, new = real(tl.load(r + OLD_RMS)), real(tl.load(r + NEW_RMS))
+    return factor, lam, mu, decay, keep, rest, eta, old.to(tl.float32), new.to(tl.float32)
 
 
 @triton.jit
 def _tile(
     i, pid, rec, grads, conf, layouts, parts, coefs, scale, found,
-    DTYPE: tl.constexpr, METHOD: tl.constexpr, DECAY: tl.constexpr, MODE: tl.constexpr,
-    SKIP: tl.constexpr, LATCH: tl.constexpr, ROUND: tl.constexpr, SCALE: tl.constexpr,
+    DTYPE: tl.constexpr, GDTYPE: tl.constexpr, METHOD: tl.constexpr, DECAY: tl.constexpr,
+    MODE: tl.constexpr, SKIP: tl.constexpr, LATCH: tl.constexpr, ROUND: tl.constexpr,
+    RATED: tl.constexpr, AVERAGES: tl.constexpr, PROPOSED: tl.constexpr, SCALE: tl.constexpr,
     FOUND: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, COLS: tl.constexpr,
     WIDE: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     R: tl.constexpr = min(TILE // COLS, TILE // ROOM_FOR_B)
     VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    COUNTED: tl.constexpr = ROUND or AVERAGES  # before, by `count_steps`
     LONG: tl.constexpr = COLS == TILE and MODE == ALL  # a row may be longer than the tile
     r, layout = rec + i * WORDS, layouts + i * LAYOUT_WORDS
     length, piece, pieces = tl.load(r + LENGTH), tl.load(r + PIECE), tl.load(r + PIECES)
     p, g, m = tl.load(r + P), tl.load(grads + i), tl.load(r + BUF)
+    v, a = tl.load(r + RMS), tl.load(r + AVERAGE)
     kind: tl.constexpr = tl.pointer_type(DTYPE)
-    p, g, m = p.to(kind), g.to(kind), m.to(kind)
+    kind_g: tl.constexpr = tl.pointer_type(GDTYPE)
+    p, g, m = p.to(kind), g.to(kind_g), m.to(kind)
+    v, a = v.to(kind), a.to(tl.pointer_type(tl.float32))
     if WIDE and COLS > 1:
         length, piece = tl.multiple_of(length, VECTOR), tl.multiple_of(piece, VECTOR)
     if WIDE:
         p, g, m = tl.multiple_of(p, 16), tl.multiple_of(g, 16), tl.multiple_of(m, 16)
-    at = (p, g, m)
+        v, a = tl.multiple_of(v, 16), tl.multiple_of(a, 16)
+    at = (p, g, m, v, a)
 
     conf += tl.load(r + GROUP_NUMBER) * SETTINGS
     lam = lam_of(conf, found, FOUND)
-    numbers = _numbers(conf, lam, scale, SCALE)
+    numbers = _numbers(r, conf, lam, scale, SCALE, PROPOSED)
+    log_mu = real(tl.load(conf + LOG_MU))
 
     first, span, count = tl.load(r + FIRST), tl.load(r + SPAN), tl.load(r + ROWS) * pieces
     cols = tl.arange(0, COLS)[None, :]
@@ -313,40 +391,51 @@ def _tile(
             inside = there[:, None] & (cols < width[:, None])
         start = row if COLS == 1 else row * length + begin  # the first element, in the parameter
         here = (row[:, None], begin[:, None], start[:, None])
-        if MODE == ALL:
+        if MODE != MOVES:
             held = _held(r, row, there, METHOD)
+            unbiased = _unbiased(r, held[1] + 1, log_mu, METHOD)[:, None]
         # These stay in registers between the norm and the move. A longer row is read a second
         # time, from the cache.
-        was = _read(at, here, cols, inside, layout, METHOD, STRIDES, False)
+        was = _read(at, here, cols, inside, layout, METHOD, AVERAGES, STRIDES, False)
 
         if MODE == MOVES:
             coef, live, steps = _coefficients(r, coefs, row, there, METHOD)
+            unbiased = _unbiased(r, tl.maximum(steps, 1.0), log_mu, METHOD)[:, None]
         else:
-            squares = _squares(was, numbers, DECAY)
+            squares = _squares(was, unbiased, numbers, METHOD, DECAY)
             if LONG:
                 for c in tl.range(COLS, width, COLS, num_stages=STAGES):
                     more = there[:, None] & (c + cols < width)
-                    also = _read(at, here, c + cols, more, layout, METHOD, STRIDES, False)
-                    squares += _squares(also, numbers, DECAY)
+                    also = _read(at, here, c + cols, more, layout, METHOD, AVERAGES, STRIDES, False)
+                    squares += _squares(also, unbiased, numbers, METHOD, DECAY)
             sq = tl.sum(squares, axis=1)
             if MODE == SUMS:
                 tl.store(parts + tl.load(r + PARTS) + rows, sq, mask=there)
             else:
                 opens = (pid == first) & (k == 0)
                 coef, live, steps = _store(
-                    r, row, there, opens, held, sq, lam, conf, METHOD, SKIP, LATCH, ROUND
-                )
+                    r, row, there, opens, held, sq, lam, conf,
+                    METHOD, SKIP, LATCH, RATED, COUNTED,
+                )  # fmt: skip
 
         if MODE != SUMS:
             on = live[:, None]
             coef, steps = coef[:, None], steps[:, None]
+            share = (numbers[6] + 1) / (steps + numbers[6])
+            of_row = (coef, unbiased, share)
             seed = start[:, None].to(tl.uint32) * 0x9E3779B1 + steps.to(tl.uint32) * 0x85EBCA77
-            _write(was, cols, inside & on, coef, seed, numbers, DTYPE, METHOD, DECAY, ROUND)
+            _write(
+                was, cols, inside & on, of_row, seed, numbers,
+                DTYPE, METHOD, DECAY, ROUND, AVERAGES,
+            )  # fmt: skip
             if LONG:
                 for c in tl.range(COLS, width, COLS, num_stages=STAGES):
                     more = on & (c + cols < width)
-                    was = _read(at, here, c + cols, more, layout, METHOD, STRIDES, True)
-                    _write(was, c + cols, more, coef, seed, numbers, DTYPE, METHOD, DECAY, ROUND)
+                    was = _read(at, here, c + cols, more, layout, METHOD, AVERAGES, STRIDES, True)
+                    _write(
+                        was, c + cols, more, of_row, seed, numbers,
+                        DTYPE, METHOD, DECAY, ROUND, AVERAGES,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -361,12 +450,16 @@ def step_tiles(
     scale,
     found,
     DTYPE: tl.constexpr,
+    GDTYPE: tl.constexpr,
     METHOD: tl.constexpr,
     DECAY: tl.constexpr,
     MODE: tl.constexpr,
     SKIP: tl.constexpr,
     LATCH: tl.constexpr,
     ROUND: tl.constexpr,
+    RATED: tl.constexpr,
+    AVERAGES: tl.constexpr,
+    PROPOSED: tl.constexpr,
     SCALE: tl.constexpr,
     FOUND: tl.constexpr,
     TILE: tl.constexpr,
@@ -382,14 +475,15 @@ def step_tiles(
             if kind == k:
                 _tile(
                     i, pid, rec, grads, conf, layouts, parts, coefs, scale, found,
-                    DTYPE, METHOD, DECAY, MODE, SKIP, LATCH, ROUND, SCALE, FOUND, TILE, STAGES,
+                    DTYPE, GDTYPE, METHOD, DECAY, MODE, SKIP, LATCH, ROUND, RATED, AVERAGES,
+                    PROPOSED, SCALE, FOUND, TILE, STAGES,
                     2 ** (k % 16), k < LOOSE, k >= STRIDED,
                 )  # fmt: skip
 
 
 @triton.jit
 def count_steps(rec, conf, found, FOUND: tl.constexpr):
-    """t of every parameter, before the step that draws its random numbers from it."""
+    """t of every parameter, before a step all programs of which read it."""
     i = tl.program_id(0).to(tl.int64)
     r = rec + i * WORDS
     lam = lam_of(conf + tl.load(r + GROUP_NUMBER) * SETTINGS, found, FOUND)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from wngrad.optim.fused.kernel import (
-    ADAM,
     LOG_MU,
+    RUNNING_MEAN,
     SETTINGS,
     C,
     coefficient,
@@ -43,6 +43,7 @@ def find_b(
     METHOD: tl.constexpr,
     SKIP: tl.constexpr,
     LATCH: tl.constexpr,
+    RATED: tl.constexpr,
     FOUND: tl.constexpr,
     CHECK: tl.constexpr,
     R: tl.constexpr,
@@ -62,7 +63,7 @@ def find_b(
     conf += tl.load(f + S_GROUP) * SETTINGS
     lam = lam_of(conf, found, FOUND)
     c, hold = real(tl.load(conf + C)), tl.load(f + S_HOLD) != 0
-    new, finite = next_b(old, sq, lam, c, hold, LATCH)
+    new, finite = next_b(old, sq, lam, c, hold, LATCH, RATED)
     live = there & (tl.where(there, lam, 0.0) != 0)  # none of them if λ = 0
     if CHECK:
         tl.store(bad + pid, tl.sum((live & (finite == 0)).to(tl.int32)))
@@ -126,7 +127,7 @@ def _store_members(
         bs = tl.load(m + M_B, mask=present, other=0).to(tl.pointer_type(tl.float32))
         tl.store(bs + row[:, None], new[:, None] + span * 0.0, mask=inside & stored[:, None])
         ts = tl.load(m + M_T, mask=present, other=0).to(tl.pointer_type(tl.float32))
-        if METHOD == ADAM:
+        if METHOD >= RUNNING_MEAN:
             t = tl.load(ts + row[:, None], mask=inside, other=0.0) + live.to(tl.float32)[:, None]
             tl.store(ts + row[:, None], t, mask=inside)
         else:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch import Tensor
+
+from wngrad.optim.fused.records import TENSORS
+from wngrad.optim.state import AVERAGE
 from wngrad.optim.views import View
 
 _MOST_KEPT, _MOST_SUMMED = 2, 4  # dimensions a strided address can have
@@ -12,7 +16,7 @@ _MOST_KEPT, _MOST_SUMMED = 2, 4  # dimensions a strided address can have
 
 class _Dim(NamedTuple):
     size: int
-    strides: tuple[int, ...]  # of the parameter, its gradient and its buffer
+    strides: tuple[int, ...]  # of each of `records.TENSORS`
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +37,22 @@ class Layout:
 
     def words(self) -> list[int]:
         """Sizes, then the strides of each tensor, as in `records.LAYOUT`."""
-        one = _Dim(1, (0, 0, 0))
+        one = _Dim(1, (0,) * len(TENSORS))
         kept = (one,) * (_MOST_KEPT - len(self.kept)) + self.kept
         summed = (one,) * (_MOST_SUMMED - len(self.summed)) + self.summed
         sizes = [kept[1].size, *(d.size for d in summed[1:])]
-        return sizes + [d.strides[k] for k in range(3) for d in (*kept, *summed)]
+        return sizes + [d.strides[k] for k in range(len(TENSORS)) for d in (*kept, *summed)]
+
+
+def tensors(view: View) -> tuple[Tensor | None, ...]:
+    """Those of the parameter's shape that kernels read, as in `records.TENSORS`; None: it has not.
+
+    What an orthogonalized direction keeps is not among them: it belongs to `fused.matrices`.
+    """
+    names = () if view.direction.orthogonalizes else view.direction.buffers
+    buffers = [view.buffers[name] for name in names]
+    missing = [None] * (2 - len(buffers))
+    return view.p, view.g, *buffers, *missing, view.buffers.get(AVERAGE)
 
 
 def layout(view: View) -> Layout:
@@ -52,14 +67,14 @@ def layout(view: View) -> Layout:
 def fits(view: View) -> bool:
     """Whether the strides are few enough for the kernels, and nothing would be written twice."""
     found = layout(view)
-    written = ((d.strides[0], d.strides[2]) for d in _dims(view) if d.size > 1)
+    written = ((d.strides[0], *d.strides[2:]) for d in _dims(view) if d.size > 1)
     few = len(found.kept) <= _MOST_KEPT and len(found.summed) <= _MOST_SUMMED
     return few and (not view.p.numel() or all(0 not in each for each in written))
 
 
 def _dims(view: View) -> list[_Dim]:
-    buffer = next(iter(view.buffers.values()), view.p)
-    strides = zip(view.p.stride(), view.g.stride(), buffer.stride(), strict=True)
+    every = (view.p if t is None else t for t in tensors(view))
+    strides = zip(*(t.stride() for t in every), strict=True)
     return [_Dim(n, s) for n, s in zip(view.p.shape, strides, strict=True)]
 
 

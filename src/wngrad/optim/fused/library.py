@@ -23,7 +23,8 @@ class Step(ctypes.Structure):
             *("parameters", "shared", "absent", "rows", "pieces", "long_rows"),
             *("n_shared", "n_rows", "n_pieces", "n_long_rows"),
             *("sums", "factors", "bad", "groups", "gradients"),
-            *("rule", "decay", "skip", "latch", "half", "scale", "found_inf", "parallel"),
+            *("rule", "decay", "skip", "latch", "rated", "averages", "half", "proposed"),
+            *("scale", "found_inf", "parallel"),
         )
     ]
 

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wngrad.optim.directions import Direction, Momentum, RunningMean
+from wngrad.optim.directions import Adam, Direction, Momentum, RunningMean
+from wngrad.optim.orthogonalized import Orthogonalized, OrthogonalizedRows
 
 
 def _record(*names: str) -> np.dtype[np.void]:
@@ -25,20 +26,25 @@ def _record(*names: str) -> np.dtype[np.void]:
 
 # A group's numbers, all float64 but `lam_kind`; an even number of them, so that the gradients'
 # addresses, which follow, are aligned. `lam` is λ, or the address of a tensor that holds it.
-GROUP = _record("lam", "lam_kind", "mu", "log_mu", "weight_decay", "c", "sign", "unused")
+GROUP = _record("lam", "lam_kind", "mu", "log_mu", "weight_decay", "c", "sign", "eta")
 NUMBER, FLOAT32, FLOAT64 = range(3)  # kinds of λ
 
 # Where a parameter and its state lie; 0 for what it has not.
-_PLACES = ("p", "b", "buffer", "t", "skipped")
+_PLACES = ("p", "b", "buffer", "rms", "average", "t", "skipped")
+# Of Adam's direction, float64: u = scale·m̂/√v̂, log₂ β₂, and rms ← hypot(old_rms·rms, new_rms·g).
+_ADAM = ("scale", "log_beta2", "old_rms", "new_rms")
 # A strided layout: sizes of the second of two dimensions across blocks and of the last three of
-# four within one; then six strides for each of the parameter, its gradient and its buffer.
+# four within one; then six strides for each tensor of the parameter's shape.
 _SIZES = ("size_0", "size_1", "size_2", "size_3")
-_STRIDES = tuple(f"{of}_stride_{i}" for of in ("p", "g", "buffer") for i in range(6))
+TENSORS = ("p", "g", "buffer", "rms", "average")
+_STRIDES = tuple(f"{of}_stride_{i}" for of in TENSORS for i in range(6))
 LAYOUT = _record(*_SIZES, *_STRIDES)
 
 # Triton: a parameter, of which `pieces` programs sum each row; `first` of all, `span` tiles each.
 TRITON_PARAMETER = _record(
-    *_PLACES, "length", "rows", "pieces", "piece", "first", "span", "group", "hold", "sums", "room"
+    *_PLACES,
+    *_ADAM,
+    *("length", "rows", "pieces", "piece", "first", "span", "group", "hold", "sums", "room"),
 )
 # Parameters that share b: rows, then which runs of sums and which members are theirs.
 TRITON_SHARED = _record(
@@ -46,9 +52,15 @@ TRITON_SHARED = _record(
 )
 TRITON_RUN = _record("sums", "count")
 TRITON_MEMBER = _record("b", "t", "skipped", "room", "present")
+# A matrix to be orthogonalized: its momentum; which gradient it is in, and from which element on;
+# its size, and with padding; where its copies and its square companions lie; which sums are its.
+TRITON_MATRIX = _record(
+    *("m", "gradient", "start", "rows", "columns", "height", "width", "tall", "group", "scale"),
+    *("x", "u", "square", "side", "first_sum", "sums", "first_tile", "tiles"),
+)
 
 # C: a parameter, with its layout; parameters that share b; rows of them; pieces of long rows.
-C_PARAMETER = _record(*_PLACES, "length", "group", "hold", "dense", *_SIZES, *_STRIDES)
+C_PARAMETER = _record(*_PLACES, *_ADAM, "length", "group", "hold", "dense", *_SIZES, *_STRIDES)
 C_SHARED = _record("first", "members", "absent", "absents")
 C_ROWS = _record("shared", "row", "count", "sum")
 C_PIECE = _record("parameter", "row", "factor", "begin", "end")
@@ -64,20 +76,28 @@ def table(record: np.dtype[np.void], rows: Iterable[tuple[int, ...]]) -> np.ndar
 class Rule(IntEnum):
     """The directions that kernels know."""
 
-    GRADIENT, MOMENTUM, RUNNING_MEAN = range(3)
+    GRADIENT, MOMENTUM, RUNNING_MEAN, ADAM = range(4)
+
+    @property
+    def counts_blocks(self) -> bool:
+        """Whether t is kept for every block."""
+        return self >= Rule.RUNNING_MEAN
 
 
 RULES: dict[type[Direction], Rule] = {
     Direction: Rule.GRADIENT,
     Momentum: Rule.MOMENTUM,
     RunningMean: Rule.RUNNING_MEAN,
+    Adam: Rule.ADAM,
+    Orthogonalized: Rule.GRADIENT,  # u, which `fused.matrices` makes, stands for the gradient
+    OrthogonalizedRows: Rule.GRADIENT,
 }
 
 
 class Decay(IntEnum):
-    """Where weight decay comes in."""
+    """Where weight decay comes in: into the gradient, by x·(1 − w·λ) or by x·(1 − w·λ/b)."""
 
-    NONE, COUPLED, DECOUPLED = range(3)
+    NONE, COUPLED, DECOUPLED, BY_RATE = range(4)
 
 
 class Refused(NamedTuple):
@@ -88,12 +108,19 @@ class Refused(NamedTuple):
 
 
 _DOUBLE, _WORD = struct.Struct("<d").pack, struct.Struct("<q").unpack
+_AS_DOUBLE, _AS_WORD = struct.Struct("<d").unpack, struct.Struct("<q").pack
 
 
 def bits(x: float) -> int:
     """A float64 as a word."""
     word: int = _WORD(_DOUBLE(x))[0]
     return word
+
+
+def number(word: int) -> float:
+    """The float64 that a word holds."""
+    x: float = _AS_DOUBLE(_AS_WORD(word))[0]
+    return x
 
 
 def address(t: Tensor | None) -> int:

@@ -58,17 +58,17 @@ class Snapshots:
         state: dict[Tensor, Any],
         groups: list[dict[str, Any]],
         settings: list[Settings],
-        own: str,
+        own: tuple[str, ...],
     ) -> Snapshot | None:
         """The step that is due, or None if λ is not one number.
 
         Args:
-            own: the name of the setting that holds μ or β.
+            own: the settings that a direction is made from; the first holds μ or β.
         """
         words: list[int] = []
         choices: list[Any] = []
         for group, its in zip(groups, settings, strict=True):
-            lr, mu = group["lr"], item(group[own])
+            lr, mu = group["lr"], item(group[own[0]])
             if (lam := rate(lr)) is None:
                 return None
             words += lam
@@ -76,7 +76,8 @@ class Snapshots:
             words += numbers
             still = lam == (0, NUMBER)  # A group without rate takes no part.
             far = None if lam[1] == NUMBER else (lam[1], lr.device)
-            choices.append((choice, len(group["params"]), mu != 0, still, far))
+            kinds = tuple(group[name] for name in own[1:])
+            choices.append((choice, len(group["params"]), mu != 0, still, far, kinds))
         tensors, gradients = self._tensors(params, state)
         # Loads are 16 bytes wide where all addresses allow it.
         odd = reduce(or_, gradients, 0) % 16
@@ -138,7 +139,8 @@ def _read(mu: float, settings: Settings) -> tuple[tuple[int, ...], tuple[object,
     """A group's numbers but λ, as words of `records.GROUP`; and its choices."""
     log_mu = math.log2(mu) if mu > 0 else -math.inf
     c = settings.b_init[1] if isinstance(settings.b_init, tuple) else settings.b_init
-    numbers = (mu, log_mu, settings.weight_decay, c, -1.0 if settings.maximize else 1.0, 0.0)
+    sign, eta = -1.0 if settings.maximize else 1.0, settings.average or 0.0
+    numbers = (mu, log_mu, settings.weight_decay, c, sign, eta)
     return tuple(map(bits, numbers)), settings.choices
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wngrad.optim.fused.layout import Layout, layout
+from wngrad.optim.fused.layout import Layout, layout, tensors
 from wngrad.optim.fused.method import Method, Unit
 from wngrad.optim.fused.records import address
 from wngrad.optim.fused.tiling import Tiling
@@ -117,8 +117,7 @@ def _kind(view: View, shape: Layout, tile: int) -> int:
     wide = shape.length % vector == 0
     if shape.length == 1:
         columns, wide = 0, True
-    tensors = (view.p, view.g, *view.buffers.values())
-    wide = wide and all(t.data_ptr() % 16 == 0 for t in tensors)
+    wide = wide and all(address(t) % 16 == 0 for t in tensors(view))
     return columns if wide else columns + int(LOOSE.value)
 
 

@@ -17,7 +17,7 @@ from wngrad.lab.run.cluster.nodes import Need, Node
 from wngrad.lab.run.job import Job
 from wngrad.lab.run.pack_size import Choice, Measured, Plan, choose, even, in_words
 from wngrad.lab.run.store import Store
-from wngrad.lab.train.spec import Kind, Pack
+from wngrad.lab.train.spec import ONE_BY_ONE, Kind, Pack
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class ClusterJob:
         together = sum(s.optimizer not in sweep.alone for s in sweep.settings)
         if before:
             self.notes.append(f"the {len(before)} packs of {self.job.out} hold")
-        if together and sweep.program != "lone" and not self.job.sized:
+        if together and sweep.program not in ONE_BY_ONE and not self.job.sized:
             size = max((len(pack.lanes) for pack in before), default=0)
             sweep = replace(sweep, lanes_per_pack=size or self._measured_size(together))
             self.job = replace(self.job, sweep=sweep)

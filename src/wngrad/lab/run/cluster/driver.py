@@ -57,6 +57,10 @@ def plan(job: Job, address: str) -> list[str]:
         cluster_job = ClusterJob.open(job, signals.check)
         packs = cluster_job.cut()
         left = cluster_job.left(packs)
+        if job.sweep.program == "function":
+            from wngrad.lab.run.timing import unknown
+
+            return [*cluster_job.notes, unknown(len(left), cluster_job.slots)]
         cluster_job.measure(left)
         plan = cluster_job.plan(packs, left)
         assert plan is not None

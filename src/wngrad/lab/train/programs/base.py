@@ -6,9 +6,8 @@ of the step say what comes next. What `state` returns is therefore all there is 
 
 from __future__ import annotations
 
-import math
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,20 +18,29 @@ from torch import Tensor, nn
 
 from wngrad.lab.train import models
 from wngrad.lab.train.data import Data
+from wngrad.lab.train.programs.run import Run
 from wngrad.lab.train.spec import Pack, Sweep
 from wngrad.lab.train.update import Update
 
 TEST_CHUNK = 1000  # examples evaluated at a time: bounds the memory of an evaluation
 
 
-class Program(ABC):
-    """The lanes of a pack in training; results have one number per lane, as `pack.lanes`."""
+class Program(Run):
+    """Lanes that train on pairs of tensors."""
 
     def __init__(self, sweep: Sweep, pack: Pack, data: Data, device: str | torch.device) -> None:
-        self.sweep, self.pack, self.device = sweep, pack, torch.device(device)
+        super().__init__(sweep, pack)
+        self.device = torch.device(device)
         self.dtype = torch.float64 if sweep.precision == "float64" else torch.float32
         self.train_x, self.train_y = self._here(data.train_x), self._here(data.train_y)
         self.test_x, self.test_y = self._here(data.test_x), self._here(data.test_y)
+        self.valid_count = 0  # examples for validation, which lie before those of the test
+        if data.validation is not None:
+            self.valid_count = len(data.validation[1])
+            ahead = [self._here(part) for part in data.validation]
+            self.test_x, self.test_y = (
+                torch.cat(pair) for pair in zip(ahead, (self.test_x, self.test_y), strict=True)
+            )
         self.data, self.objective = data, data.objective
         self.steps = len(data.train_y) // sweep.batch  # an incomplete last batch is left out
         if self.steps == 0:
@@ -40,9 +48,10 @@ class Program(ABC):
                 f"lab: `batch` must be at most the {len(data.train_y)} training examples, "
                 f"got {sweep.batch}."
             )
-        self.epoch, self.step = 0, 0  # epochs finished, steps of the next one done
-        self.curves: dict[str, list[list[float]]] = {name: [] for name in self.objective.curves}
-        self.start: dict[str, list[float]] = {}  # the test before the first step
+        self.measured = list(self.objective.measured("test"))
+        if data.validation is not None:
+            self.measured = [*self.objective.measured("valid"), *self.measured]
+        self.curves = {name: [] for name in ("train_loss", *self.measured)}
         seeds = len(pack.seeds)
         self.order = torch.zeros(seeds, self.steps * sweep.batch, device=self.device).long()
         self.at = torch.arange(sweep.batch, device=self.device)  # of the next step, in `order`
@@ -50,7 +59,6 @@ class Program(ABC):
         self._shuffle()
 
     def advance(self, steps: int) -> None:
-        """Train for `steps` steps, or to the end of the epoch if that comes first."""
         steps = min(steps, self.steps - self.step)
         if self.epoch == self.step == 0 and not self.start:
             self.start = self._means(self._test())
@@ -60,7 +68,6 @@ class Program(ABC):
             self._end_epoch()
 
     def state(self) -> dict[str, Any]:
-        """Everything, as containers of tensors and numbers."""
         return {
             "epoch": self.epoch,
             "step": self.step,
@@ -71,21 +78,12 @@ class Program(ABC):
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`."""
         self._load_lanes(state["lanes"])
         self.total.copy_(state["total"])
         self.epoch, self.step = state["epoch"], state["step"]
         self.curves = {name: list(rows) for name, rows in state["curves"].items()}
         self.start = dict(state.get("start", {}))
         self._shuffle()
-
-    @property
-    def diverged(self) -> list[int | None]:
-        """For each lane the first epoch, from 1, whose training loss was not finite."""
-        firsts: list[int | None] = [None] * len(self.pack.lanes)
-        for epoch, losses in reversed(list(enumerate(self.curves["train_loss"], 1))):
-            firsts = [f if math.isfinite(v) else epoch for f, v in zip(firsts, losses, strict=True)]
-        return firsts
 
     def _end_epoch(self) -> None:
         self.curves["train_loss"].append((self.total / self.steps).tolist())
@@ -103,13 +101,14 @@ class Program(ABC):
         return t.to(self.device, self.dtype if t.is_floating_point() else t.dtype)
 
     def _means(self, sums: Sequence[Tensor]) -> dict[str, list[float]]:
-        """The means over the test set, by name, one number per lane."""
-        pairs = zip(self.objective.curves[1:], sums, strict=True)
-        return {name: (total / len(self.test_y)).tolist() for name, total in pairs}
+        """The means over the validation and the test set, by name, one number per lane."""
+        count = {"valid": self.valid_count, "test": len(self.test_y) - self.valid_count}
+        pairs = zip(self.measured, sums, strict=True)
+        return {name: (total / count[name.partition("_")[0]]).tolist() for name, total in pairs}
 
     def _totals(self) -> list[Tensor]:
         """A zero for each lane, for each thing that a test sums."""
-        return [torch.zeros_like(self.total) for _ in self.objective.curves[1:]]
+        return [torch.zeros_like(self.total) for _ in self.measured]
 
     def _shuffle(self) -> None:
         """The order of the examples in this epoch: the same for all lanes of a seed."""
@@ -118,9 +117,16 @@ class Program(ABC):
             row.copy_(torch.from_numpy(drawn[: row.numel()]))
         self.at.copy_(torch.arange(self.sweep.batch) + self.step * self.sweep.batch)
 
-    def test_chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The test set, a part at a time."""
-        return zip(*(torch.split(t, TEST_CHUNK) for t in (self.test_x, self.test_y)), strict=True)
+    def test_chunks(self, totals: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Any]]:
+        """The validation and the test set, a part at a time, each with the totals it belongs to."""
+        sets = [(self.valid_count, len(self.test_y))]
+        if self.valid_count:
+            sets.insert(0, (0, self.valid_count))
+        each = len(totals) // len(sets)
+        for k, (first, last) in enumerate(sets):
+            for at in range(first, last, TEST_CHUNK):
+                part = slice(at, min(at + TEST_CHUNK, last))
+                yield self.test_x[part], self.test_y[part], totals[k * each : (k + 1) * each]
 
     @abstractmethod
     def _train(self, steps: int) -> None: ...

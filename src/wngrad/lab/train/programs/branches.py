@@ -50,9 +50,9 @@ class Branches(Fused):
     def _evaluate(self) -> list[Tensor]:
         totals = self._totals()
         for k, lane in self._in_parallel():
-            for x, y in self.test_chunks():
+            for x, y, its in self.test_chunks(totals):
                 sums = self._sums_of(lane.params, lane.buffers, x, y)
-                for total, value in zip(totals, sums, strict=True):
+                for total, value in zip(its, sums, strict=True):
                     total[k] += value
         return totals
 

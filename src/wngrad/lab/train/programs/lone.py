@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from wngrad.lab.optimizers import OPTIMIZERS
 from wngrad.lab.train.data import Data
-from wngrad.lab.train.loader import load_callable
+from wngrad.lab.train.naming import parse
 from wngrad.lab.train.programs.base import Program
 from wngrad.lab.train.spec import Lane, Pack, Sweep
 from wngrad.optim.hints import SmallRateWarning
@@ -33,7 +32,7 @@ class Lone(Program):
         warnings.filterwarnings("ignore", category=SmallRateWarning)  # A sweep has small λ, too.
         self.models = [self.network(lane.seed) for lane in pack.lanes]
         self.optimizers = [
-            optimizer(lane, list(model.parameters()), sweep.weight_decay)
+            optimizer(lane, model, sweep.weight_decay)
             for lane, model in zip(pack.lanes, self.models, strict=True)
         ]
 
@@ -77,9 +76,9 @@ class Lone(Program):
             with _at_average(opt) as moved:
                 if moved or hasattr(opt, "eval"):
                     self._recompute_statistics(k)
-                for x, y in self.test_chunks():
+                for x, y, its in self.test_chunks(totals):
                     sums = self.objective.sums(self._output(model, x), y)
-                    for total, value in zip(totals, sums, strict=True):
+                    for total, value in zip(its, sums, strict=True):
                         total[k] += value
             _switch(model, opt, "train")
         return totals
@@ -133,9 +132,7 @@ def _at_average(opt: Any) -> Iterator[bool]:
         yield True
 
 
-def optimizer(lane: Lane, params: list[nn.Parameter], decay: float) -> torch.optim.Optimizer:
-    """The real class behind a lane's name."""
-    known = OPTIMIZERS.get(lane.optimizer)
-    build = known.build if known else load_callable(lane.optimizer, "optimizer", OPTIMIZERS)
+def optimizer(lane: Lane, params: Any, decay: float) -> torch.optim.Optimizer:
+    """The real class behind a lane's name, for a model or for parameters."""
     options = {"weight_decay": decay} if decay else {}
-    return cast(torch.optim.Optimizer, build(params, lr=lane.lam, **options))
+    return cast(torch.optim.Optimizer, parse(lane.optimizer).build(params, lane.lam, **options))

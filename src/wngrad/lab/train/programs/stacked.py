@@ -49,10 +49,10 @@ class Stacked(Fused):
     @torch.no_grad()
     def _evaluate(self) -> list[Tensor]:
         seeds, totals = len(self.pack.seeds), self._totals()
-        for x, y in self.test_chunks():
+        for x, y, its in self.test_chunks(totals):
             logits = self.stack(self.params, x.expand(seeds, *x.shape))
             sums = self._sums_of(logits, y.expand(seeds, *y.shape))
-            for total, value in zip(totals, sums, strict=True):
+            for total, value in zip(its, sums, strict=True):
                 total += value
         return totals
 

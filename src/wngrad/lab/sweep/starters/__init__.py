@@ -1,0 +1,1 @@
+"""Files to start a sweep from, as `wngrad sweep --init` writes them."""

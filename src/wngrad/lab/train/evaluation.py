@@ -1,0 +1,102 @@
+"""The weights that an optimizer wants tested, in a network that is ready for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+@contextmanager
+def evaluation(
+    model: nn.Module | None,
+    optimizers: Sequence[Any],
+    recompute: Callable[[], None] | None = None,
+) -> Iterator[None]:
+    """Testing, and then training as before.
+
+    The network is in evaluation mode and nothing is differentiated. An optimizer with methods
+    `train` and `eval` (schedule-free ones) is switched; of one that keeps an average of the
+    weights (WNMuon), the average is in their place.
+
+    Args:
+        recompute: runs training batches through the network, where batch normalization's
+            statistics belong to other weights than those to be tested; they are put back.
+    """
+    modes = [] if model is None else [(m, m.training) for m in model.modules()]
+    with ExitStack() as stack:
+        moved = [_enter(opt, stack) for opt in optimizers]
+        if any(moved) and model is not None and recompute is not None:
+            stack.enter_context(_statistics(model, recompute))
+        try:
+            if model is not None:
+                model.eval()
+            with torch.no_grad():
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def to_train(opt: Any) -> Any:
+    """An optimizer in its training mode, if it has modes: schedule-free ones begin in neither."""
+    if hasattr(opt, "eval") and hasattr(opt, "train"):
+        opt.train()
+    return opt
+
+
+def keeps_average(opt: Any) -> bool:
+    """True if the optimizer has an average of the weights to show."""
+    states = getattr(opt, "state", {}).values()
+    return hasattr(opt, "averaged") and any("average" in state for state in states)
+
+
+def _enter(opt: Any, stack: ExitStack) -> bool:
+    """Bring an optimizer's test weights in; True if they are not those that training moves."""
+    switches = hasattr(opt, "eval") and hasattr(opt, "train")
+    if switches:
+        opt.eval()
+        stack.callback(opt.train)
+    if average := keeps_average(opt):
+        stack.enter_context(opt.averaged())
+    return switches or average
+
+
+@contextmanager
+def _statistics(model: nn.Module, recompute: Callable[[], None]) -> Iterator[None]:
+    layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    buffers = [b for layer in layers for b in layer.buffers()]
+    before = [b.clone() for b in buffers]
+    if layers:
+        model.train()
+        with torch.no_grad():
+            recompute()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+
+
+def state_bytes(optimizers: Iterable[Any]) -> int:
+    """What optimizers keep beside the parameters, in bytes."""
+    members = [m for opt in optimizers for m in getattr(opt, "members", [opt])]
+    states = [state for opt in members for state in getattr(opt, "state", {}).values()]
+    tensors = [t for state in states for t in _tensors(state)]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)

@@ -1,0 +1,154 @@
+"""Which part of each matrix of a sharded parameter lies on which rank.
+
+A parameter holds its matrices in a `Layout`, and a mesh of ranks cuts its dimensions; so a matrix
+may be cut between rows, between columns, between both, or lie whole on a rank. Which rows or
+columns a rank has never matters to what is computed here, only how many, and of which matrix:
+exchanging rows or columns of a matrix exchanges those of the orthogonalized one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor
+
+from wngrad.optim import sharded
+from wngrad.optim.blocks import Shape
+from wngrad.optim.matrices import Layout
+
+_MATRICES, ROWS, COLUMNS = 0, 1, 2  # the dimensions of (how many, rows, columns)
+
+
+class _MeshCut(NamedTuple):
+    """A dimension of a mesh that cuts a dimension of a parameter."""
+
+    mesh_dim: int
+    dim: int
+    ranks: int
+    rank: int  # this process's
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A dimension of a mesh that cuts a matrix between its rows or its columns."""
+
+    mesh_dim: int
+    axis: int  # ROWS or COLUMNS
+    sizes: Shape  # how many of them each rank has, once the cuts after this one are undone
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """This rank's part of a matrix, or of some matrices that are cut alike."""
+
+    start: int  # of the local tensor's dimension 0
+    stop: int
+    layout: Layout  # of the local tensor between them
+    rows: int  # of the whole matrix
+    columns: int
+    cuts: tuple[Cut, ...]  # empty if it is whole, or if this rank has nothing of it
+
+
+def parts(p: Tensor, layout: Layout) -> tuple[Part, ...]:
+    """The parts of the matrices of a sharded parameter, in the order of its local dimension 0."""
+    return _parts(tuple(p.shape), layout, _mesh_cuts(p))
+
+
+def is_cut(p: Tensor, layout: Layout) -> bool:
+    """Whether any matrix of a sharded parameter lies on several ranks."""
+    return any(part.cuts for part in parts(p, layout))
+
+
+def _mesh_cuts(p: Tensor) -> tuple[_MeshCut, ...]:
+    """In the order in which they cut.
+
+    A strided shard (FSDP2 over tensor parallelism) cuts what the others have left to it.
+    """
+    mesh = cast(Any, p).device_mesh
+    here = mesh.get_coordinate()
+    if here is None:  # This process has no part in it.
+        return ()
+    places = [pair for pair in sharded.cut_by(p) if mesh.size(pair[0]) > 1]
+    places.sort(key=lambda pair: getattr(pair[1], "split_factor", 0))
+    cuts = tuple(_MeshCut(k, place.dim, mesh.size(k), here[k]) for k, place in places)
+    ranges = [_range(size, d, cuts) for d, size in enumerate(p.shape)]
+    found = tuple(sharded.local(p).shape)
+    if found != tuple(stop - start for start, stop in ranges):
+        raise ValueError(
+            f"orthogonalize_sharded: `params` must be cut as torch.chunk does, got a part of "
+            f"shape {found} of a parameter of shape {tuple(p.shape)} placed as {p.placements}."  # type: ignore[attr-defined]
+        )
+    return cuts
+
+
+@cache
+def _parts(shape: Shape, layout: Layout, cuts: tuple[_MeshCut, ...]) -> tuple[Part, ...]:
+    _, rows, columns = layout.sizes(shape)
+    size, (start, stop) = shape[0] // layout.pieces, _range(shape[0], 0, cuts)
+    if layout.pieces == 1 or not any(cut.dim == 0 for cut in cuts):  # all of them are cut alike
+        alike = _matrix_cuts(shape, layout.kind, cuts, (0, size))
+        return (Part(0, stop - start, layout, rows, columns, alike),)
+    parts = []
+    for first in range(0, shape[0], size):
+        piece = first, first + size
+        low, high = _overlap((start, stop), piece)
+        own = _matrix_cuts(shape, layout.kind, cuts, piece)
+        parts.append(Part(low - start, high - start, Layout(layout.kind), rows, columns, own))
+    return tuple(parts)
+
+
+def _range(size: int, dim: int, cuts: Iterable[_MeshCut]) -> tuple[int, int]:
+    """Where this rank's part of a dimension starts and stops: as torch.chunk, cut after cut."""
+    start, stop = 0, size
+    for cut in cuts:
+        if cut.dim == dim:
+            chunk = -(-(stop - start) // cut.ranks)
+            start, stop = (min(start + chunk * k, stop) for k in (cut.rank, cut.rank + 1))
+    return start, stop
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    start = min(max(a[0], b[0]), a[1])
+    return start, max(start, min(a[1], b[1]))
+
+
+def _axis(kind: str, dim: int, dims: int) -> int:
+    """Which of (how many, rows, columns) a dimension of a parameter is part of."""
+    if kind == "stack":
+        return max(_MATRICES, dim - dims + 3)
+    return ROWS if dim == (1 if kind == "transposed" else 0) else COLUMNS
+
+
+def _matrix_cuts(
+    shape: Shape, kind: str, cuts: tuple[_MeshCut, ...], piece: tuple[int, int]
+) -> tuple[Cut, ...]:
+    """What cuts the matrix that lies in these rows of dimension 0."""
+
+    def count(axis: int, places: Iterable[_MeshCut]) -> int:
+        dims = [d for d in range(len(shape)) if _axis(kind, d, len(shape)) == axis]
+        ranges = {d: _range(shape[d], d, places) for d in dims}
+        if 0 in ranges:
+            ranges[0] = _overlap(ranges[0], piece)
+        return prod(stop - start for start, stop in ranges.values())
+
+    axes = [_axis(kind, cut.dim, len(shape)) for cut in cuts]
+    found = []
+    for i, (cut, axis) in enumerate(zip(cuts, axes, strict=True)):
+        if axis == _MATRICES:
+            continue
+        later = [
+            [c._replace(rank=k) for k in range(c.ranks)] if other == axis else [c]
+            for c, other in zip(cuts[i + 1 :], axes[i + 1 :], strict=True)
+        ]
+        sizes = (
+            sum(count(axis, [*cuts[:i], cut._replace(rank=k), *rest]) for rest in product(*later))
+            for k in range(cut.ranks)
+        )
+        found.append(Cut(cut.mesh_dim, axis, tuple(sizes)))
+    lies_whole = len(found) == 1 and sum(size > 0 for size in found[0].sizes) <= 1
+    return () if lies_whole else tuple(found)
