@@ -17,6 +17,7 @@ import json
 import shlex
 import sys
 import time
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from steps.sets import DTYPES, SETS
 from steps.targets import verdicts
 
 from wngrad.lab.run.environment import environment
+from wngrad.optim.hints import SmallRateWarning
 
 DEFAULT_SETS = {"cuda": ["llama", "resnet18", "mlp"], "cpu": ["38M", "resnet18", "mlp"]}
 
@@ -65,6 +67,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options, began = parsed(arguments), time.perf_counter()
+    warnings.simplefilter("ignore", SmallRateWarning)  # parameters are to stay where they are
     device = torch.empty(0, device=options.device).device  # with its index
     if device.type == "cuda":
         torch.cuda.set_device(device)
