@@ -39,6 +39,7 @@ SAID = {"process": "a process that the task had started", "thread": "a thread th
 def sweep(folder: Path, does: str) -> subprocess.CompletedProcess[str]:
     (folder / "mine.py").write_text(TASK.format(does=does))
     words = ["sweep", "mine.py", "--lam", "0.1", "--seeds", "1", "--optimizers", "sgd"]
+    words += ["--no-defaults"]
     with open(folder / "stdout", "w+") as out, open(folder / "stderr", "w+") as err:
         done = subprocess.run(  # into files: a process that stays would hold a pipe open
             [sys.executable, "-m", "wngrad", *words],

@@ -65,7 +65,6 @@ class BlockOptimizer(Optimizer):
     # Lets GradScaler hand `grad_scale` and `found_inf` to the step instead of synchronizing.
     _step_supports_amp_scaling = True
     _swapped = False  # within `averaged`
-    _seen = 0  # steps that this object was asked for, for a hint
 
     def __init__(self, params: ParamsT, settings: dict[str, Any]) -> None:
         own = [name for name, _ in self.own_settings]
@@ -127,8 +126,8 @@ class BlockOptimizer(Optimizer):
             raise RuntimeError(f"{owner}: `step` must not be taken within `averaged`.")
         memo = None if torch.compiler.is_compiling() else engine.memo
         if memo is not None:
-            self._seen += 1
-            if self._seen == hints.AFTER + 1:
+            engine.steps += 1
+            if engine.steps == hints.AFTER + 1:
                 hints.small_rate(self)
         for name in self.other_names:
             for group in self.param_groups:

@@ -108,6 +108,7 @@ class Engine:
     def __init__(self) -> None:
         self._snapshots = Snapshots()
         self.memo: checks.Memo = {}  # of settings that were checked
+        self.steps = 0  # that were asked for
         self._launches: dict[Any, tuple[Launches, list[Any]]] = {}  # with references to parameters
         self._latest: tuple[Snapshot, Launches] | None = None  # if it may be taken again
         self.reasons: dict[int, str] = {}  # of the latest step, by the parameters' ids
