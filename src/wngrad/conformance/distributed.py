@@ -10,6 +10,7 @@ import multiprocessing as mp
 import os
 import pickle
 import tempfile
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from multiprocessing.connection import wait
@@ -46,9 +47,11 @@ def on_ranks(world: int, work: Callable[[], Any]) -> Any:
             context.Process(target=_rank, args=(k, world, f"{folder}/store", work, pipes[k][1]))
             for k in range(world)
         ]
-        for rank, (_, writer) in zip(ranks, pipes, strict=True):
-            rank.start()
-            writer.close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # JAX's, which no rank uses
+            for rank, (_, writer) in zip(ranks, pipes, strict=True):
+                rank.start()
+                writer.close()
         try:
             return _first_result(ranks, [reader for reader, _ in pipes])
         finally:
