@@ -296,7 +296,7 @@ def _added(sweep: Sweep, planned: Sequence[Pack]) -> list[Pack]:
     have = {lane for pack in planned for lane in pack.lanes}
     lacking: dict[tuple[Setting, ...], list[int]] = {}
     for seed in sweep.seeds:
-        lanes = [(s, Lane(s.optimizer, s.lam, seed)) for s in sweep.settings]
+        lanes = [(s, Lane(s.optimizer, s.lam, seed)) for s in sweep.settings_of(seed)]
         lacking.setdefault(tuple(s for s, lane in lanes if lane not in have), []).append(seed)
     new: list[Pack] = []
     for settings, seeds in lacking.items():
