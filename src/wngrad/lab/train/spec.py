@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol, TypeAlias, cast, get_args
 
@@ -175,6 +175,17 @@ class Sweep:
             groups[self._runs_alone(setting)].append(setting)
         together = packs(groups[False], seeds, self.lanes_per_pack, first)
         return together + packs(groups[True], seeds, 1, first + len(together))
+
+    def cut_lanes(self, have: Container[Lane] = (), first: int = 1) -> list[Pack]:
+        """The packs of all lanes but those in `have`; seeds that lack the same are cut together."""
+        lacking: dict[tuple[Setting, ...], list[int]] = {}
+        for seed in self.seeds:
+            lanes = [(s, Lane(s.optimizer, s.lam, seed)) for s in self.settings_of(seed)]
+            lacking.setdefault(tuple(s for s, lane in lanes if lane not in have), []).append(seed)
+        new: list[Pack] = []
+        for settings, seeds in lacking.items():
+            new += self.cut(seeds, first=first + len(new), settings=settings)
+        return new
 
     def kind(self, pack: Pack) -> Kind:
         """The program that trains a pack."""
