@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from small_lab import wngrad
+from small_lab import SWEEP as SMALL
+from small_lab import contents, session, wngrad
 
 SWEEP = """
 from wngrad.lab.train.spec import Sweep
@@ -100,3 +102,40 @@ def test_list_shows_every_recipe_with_its_claim_and_cost(here: Path) -> None:
     assert done.exit_code == 0
     for text in ("figure-1", "figure-2", "figure-3", "digits", "200 × 30 epochs", "H200"):
         assert text in done.output
+
+
+PIECES = """
+from dataclasses import replace
+from small_lab import SWEEP
+PIECES = replace(SWEEP, claim="It can be cut.")  # four packs
+"""
+
+
+def test_a_run_cut_in_pieces_is_one_run_to_the_byte(here: Path) -> None:
+    (here / "pieces.py").write_text(PIECES)
+    whole = wngrad(here, "run", "pieces:PIECES", "--out", "whole")
+    assert whole.exit_code == 0, whole.stderr
+    words = ("run", "pieces:PIECES", "--out", "parts", "--packs", "3")
+    first = wngrad(here, *words)
+    assert first.exit_code == 0, first.stderr
+    assert len(list((here / "parts/records").glob("*.json"))) == 6
+    assert "1 pack is left. Go on with: wngrad run pieces:PIECES --out parts --packs 3" in (
+        first.stdout
+    )
+    assert "2 of 8 lanes have not been run" in (here / "parts/summary.md").read_text()
+    shutil.rmtree(here / "parts/checkpoints")  # as on a machine that was given the records alone
+    second = wngrad(here, *words)
+    assert "Go on with" not in second.stdout
+    assert wngrad(here, "report", "pieces:PIECES", "--out", "whole").exit_code == 0
+    made, cut = (contents(here / name) for name in ("whole", "parts"))
+    # Only what is new has a checkpoint; a layout of matplotlib's may differ by a millionth.
+    pairs = [(made[name], cut[name]) for name in made if not name.startswith(("check", "figure"))]
+    assert len(pairs) == 8 + 4  # records, and the plan, the page, the summary, the export
+    assert all(one == other for one, other in pairs)
+
+
+def test_a_pack_that_failed_does_not_stand_before_the_others(tmp_path: Path) -> None:
+    visitor, _ = session(tmp_path, SMALL)
+    first, *others = [pack.name for pack in visitor.open()]
+    visitor.run_pack(first, failed="out of memory")
+    assert [pack.name for pack in visitor.open()] == [*others, first]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,6 +100,14 @@ def test_a_page_is_no_wider_than_the_window(request, kind, width):
     assert page.locator("#values").is_visible()
 
 
+def test_the_dotted_line_stands_at_the_worst_that_is_drawn_to_scale(task):
+    shapes = task.evaluate('() => document.querySelectorAll(".chart")[0].layout.shapes')
+    assert [shape["y0"] for shape in shapes if shape["line"].get("dash") == "dot"] == [12]
+    low, high = task.evaluate('() => document.querySelectorAll(".chart")[0].layout.yaxis.range')
+    strip = next(shape for shape in shapes if shape["type"] == "rect")
+    assert (math.log10(12) - low) / (high - low) == pytest.approx(strip["y0"])
+
+
 def test_verdicts_are_words_and_not_only_colours(page):
     assert page.locator("#claims .badge").all_inner_texts() == ["holds"]
 
@@ -119,7 +128,7 @@ def test_the_page_has_a_row_for_each_optimizer(task):
 
 def test_the_page_draws_where_a_lambda_is_usable_and_what_is_beyond(task):
     shapes = task.evaluate('() => document.querySelectorAll(".chart")[0].layout.shapes')
-    assert [shape["y0"] for shape in shapes if shape["line"]["dash"] == "dash"] == [
+    assert [shape["y0"] for shape in shapes if shape["line"].get("dash") == "dash"] == [
         pytest.approx(1.16, abs=0.01)
     ]
     assert task.evaluate(AXES) == ["log", "linear", "log", "linear"]

@@ -76,6 +76,6 @@ def plan(job: Job, ray: str | None, workers: int) -> NoReturn:
 def _check(job: Job, ray: str | None, workers: int) -> None:
     if ray is not None and workers > 1:
         fail(f"`--workers` must be left out with `--ray`, whose nodes have theirs, got {workers}.")
-    packs = len(job.sweep.cut(job.sweep.seeds))
+    packs = len(job.sweep.cut_lanes())
     if packs < workers:
         warn(f"{packs} of {workers} workers have a pack to train; --lanes cuts smaller ones.")

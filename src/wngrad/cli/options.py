@@ -32,6 +32,10 @@ Workers: TypeAlias = Annotated[
     int, typer.Option(min=1, help="Processes of this machine, each with a pack at a time.")
 ]
 Cpus: TypeAlias = Annotated[int, typer.Option(min=1, help="Cores, and torch's threads, a pack.")]
+Packs: TypeAlias = Annotated[
+    int | None,
+    typer.Option(min=1, help="Train at most so many packs that lack records; then write a report."),
+]
 DryRun: TypeAlias = Annotated[
     bool, typer.Option("--dry-run", help="Print packs, resources and time; train nothing.")
 ]

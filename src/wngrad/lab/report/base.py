@@ -106,6 +106,10 @@ class Report(ABC):
     def commands(self) -> list[str]:
         """The commands that make these very results again, and the report."""
 
+    def headline(self) -> str:
+        """The title: never says more than was found."""
+        return self.results.sweep.claim
+
     def legend(self) -> str:
         """What the columns of the first table mean, if that must be said."""
         return ""
@@ -131,9 +135,9 @@ class Report(ABC):
         axes = [self.axis(metric) for metric in self.results.sweep.metrics]
         floor = f", and a loss below {FLOOR:g} is drawn there" if any(a.log for a in axes) else ""
         return (
-            "×: a seed diverged, and a hollow marker is the mean of the others; a hollow marker "
-            f"beyond the dotted line: {self.beyond()}. A bar that would reach below zero has no "
-            f"foot{floor}."
+            "On the grey edge, off the scale: × where a seed diverged (a hollow marker inside is "
+            f"the mean of the others), a hollow marker for {self.beyond()}, which is where the "
+            f"dotted line is. A bar that would reach below zero has no foot{floor}."
             + (
                 " Dashed: below it a λ is usable."
                 if any(a.usable is not None for a in axes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from wngrad.lab.optimizers import NAMED, OPTIMIZERS
@@ -82,12 +82,20 @@ class Cell:
         return -self.mean if more_is_better(self.metric) else self.mean
 
     def __str__(self) -> str:
+        return self._text(lambda mean: amount(self.metric, mean, self.sd))
+
+    @property
+    def brief(self) -> str:
+        """Without its spread, for where that of a difference says more."""
+        return self._text(lambda mean: amount(self.metric, mean, None).replace(" ± –", ""))
+
+    def _text(self, write: Callable[[float], str]) -> str:
         if not self.lanes:
             return "–"
         if self.mean is None:
             return f"diverged ({self.diverged} of {self.lanes})"
         lost = f"; {self.diverged} of {self.lanes} diverged" if self.diverged else ""
-        return f"{amount(self.metric, self.mean, self.sd)} (n = {self.n}{lost})"
+        return f"{write(self.mean)} (n = {self.n}{lost})"
 
 
 def amount(metric: Metric, value: float, spread: float | None) -> str:
@@ -124,12 +132,15 @@ def lead(first: Cell, second: Cell) -> Lead:
 
     The standard error is that of the mean difference, seed by seed: lanes of one seed share their
     first weights and the order of the data, so that most of the spread over the seeds is common to
-    both cells and cancels.
+    both cells and cancels. Where one cell has seeds that the other lacks, only those of both count.
     """
     if math.inf in (first.cost, second.cost):
         return Lead(first.metric, math.inf if first.cost < second.cost else -math.inf, None)
     values, others = dict(first.by_seed), dict(second.by_seed)
-    gaps = [values[seed] - others[seed] for seed in values.keys() & others.keys()]
-    apart = Cell.of(first.metric, gaps)
+    common = [seed for seed in values if seed in others]
+    apart = Cell.of(first.metric, [values[seed] - others[seed] for seed in common])
     error = None if apart.sd is None else apart.sd / math.sqrt(apart.n)
-    return Lead(first.metric, second.cost - first.cost, error)
+    by = second.cost - first.cost
+    if values.keys() != others.keys() and apart.mean is not None:
+        by = apart.mean if more_is_better(first.metric) else -apart.mean
+    return Lead(first.metric, by, error)

@@ -1,26 +1,36 @@
 """What the paper says of its experiments, as data that can be measured.
 
 A claim holds or does not hold by a rule that stands beside it; where lanes are missing it is not
-judged at all. A lead that is smaller than two standard errors of it is called noise, and still
-counts for the side that has it: the report shows both.
+judged at all. What rests on a single seed is called a look, whatever it shows. A lead that is
+smaller than two standard errors of it is called noise, and still counts for the side that has it:
+the report shows both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from wngrad.lab.report.cells import ACCURACY, Cell, Lead, label, lam_text, lead
 from wngrad.lab.report.results import NEAR, Best, Results
 from wngrad.lab.train.spec import Metric
 
-Verdict = tuple[str, bool, Sequence[Cell]]  # what was measured, does it hold, and from what
 GUESSING = 2.3  # ln 10, the loss of guessing among ten classes; down: who just guesses is above
 
 
 class UnjudgedError(Exception):
     """The lanes that are there do not suffice to judge a claim; the message says why."""
+
+
+class Verdict(NamedTuple):
+    """What a claim's rule says of some results."""
+
+    measured: str
+    holds: bool
+    cells: Sequence[Cell]  # what it was measured from
+    decisive: Sequence[Cell] | None = None  # those that could turn it; None: all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +43,12 @@ class Finding:
     n: int  # lanes that the finding rests on
     rule: str  # by which it was judged
     holds: bool | None  # None: cannot be judged, `measured` says why
+    look: bool = False  # it rests on a single seed somewhere
 
     @property
     def verdict(self) -> str:
+        if self.look and self.holds is not None:
+            return f"a look (n = 1): {'yes' if self.holds else 'no'}"
         return {True: "holds", False: "does not hold", None: "cannot be judged"}[self.holds]
 
 
@@ -67,11 +80,13 @@ class Claim:
     def measure(self, results: Results) -> Finding:
         """The finding of the claim in these results."""
         try:
-            measured, holds, cells = self.judge(results)
+            verdict = self.judge(results)
         except UnjudgedError as why:
             return Finding(self.text, self.source, str(why), 0, self.rule, None)
-        n = sum(cell.lanes for cell in cells)
-        return Finding(self.text, self.source, measured, n, self.rule, holds)
+        n = sum(cell.lanes for cell in verdict.cells)
+        decisive = verdict.cells if verdict.decisive is None else verdict.decisive
+        look = any(cell.lanes < 2 for cell in decisive)
+        return Finding(self.text, self.source, verdict.measured, n, self.rule, verdict.holds, look)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +103,9 @@ class Ahead(Claim):
         lam = results.nearest(self.lam)
         cells = [_cell(results, name, lam, self.metric) for name in (self.winner, self.loser)]
         ahead = lead(*cells)
-        text = f"{label(self.winner)} {cells[0]}, {label(self.loser)} {cells[1]}{ahead.noise}"
-        return text, ahead.by > 0, cells
+        pair = zip((self.winner, self.loser), cells, strict=True)
+        text = ", ".join(f"{label(name)} {cell.brief}" for name, cell in pair)
+        return Verdict(f"{text}: {ahead}", ahead.by > 0, cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +125,8 @@ class AheadOver(Claim):
         lost = [lam for lam in lams if not leads[lam].by > 0]
         least = min(lams, key=lambda lam: leads[lam].by)
         text = f"ahead at {len(lams) - len(lost)} of {len(lams)} λ{_except(lost)}"
-        return f"{text}; narrowest at λ = {lam_text(least)}: {leads[least]}", not lost, cells
+        text += f"; narrowest at λ = {lam_text(least)}: {leads[least]}"
+        return Verdict(text, not lost, cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +146,7 @@ class Level(Claim):
         far = [lam for lam in lams if not abs(leads[lam].by) <= self.within]
         most = max(lams, key=lambda lam: abs(leads[lam].by))
         text = f"level at {len(lams) - len(far)} of {len(lams)} λ; widest at λ = {lam_text(most)}"
-        return f"{text}: {label(self.first)} is {leads[most]}", not far, cells
+        return Verdict(f"{text}: {label(self.first)} is {leads[most]}", not far, cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +161,15 @@ class BestAt(Claim):
     def judge(self, results: Results) -> Verdict:
         best = _best(results, self.optimizer, self.metric)
         named = results.nearest(self.lam)
-        text = f"best at λ = {lam_text(best.lam)}: {label(self.metric)} {best.cell}"
-        if best.lam != named:
-            there = results.cell(self.optimizer, named, self.metric)
-            text += f"; at {lam_text(named)}: {there}{lead(best.cell, there).noise}"
-        cells = [results.cell(self.optimizer, lam, self.metric) for lam in results.sweep.lam]
-        return text, best.lam == named, cells
+        cells = {lam: results.cell(self.optimizer, lam, self.metric) for lam in results.sweep.lam}
+        text = f"best at λ = {lam_text(best.lam)}: {label(self.metric)} {best.cell.brief}"
+        others = [lam for lam in cells if lam != best.lam]
+        if others:  # that which is named, or the next best
+            next_best = min(others, key=lambda lam: cells[lam].cost)
+            other = next_best if best.lam == named else named
+            apart = lead(best.cell, cells[other])
+            text += f"; at {lam_text(other)}: {cells[other].brief}, the best is {apart}"
+        return Verdict(text, best.lam == named, list(cells.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +193,7 @@ class AlongTheWay(Claim):
         where = " and ".join(f"{label(b.optimizer)} at {lam_text(b.lam)}" for b in bests)
         text = f"{where}: ahead in {ahead} of {len(leads)} epochs; at the end {leads[-1]}"
         holds = ahead >= self.share * len(leads) and leads[-1].by > 0
-        return text, holds, [curve[-1] for curve in curves]
+        return Verdict(text, holds, [curve[-1] for curve in curves])
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +217,11 @@ class Trains(Claim):
         for name in (self.optimizer, self.rival):
             cells = {lam: _cell(results, name, lam, "train_loss") for lam in lams}
             fails = [lam for lam in lams if not self._trains(results, name, lam)]
-            worst = max(lams, key=lambda lam: (cells[lam].diverged, cells[lam].cost))
             text = f"{label(name)} trains at {len(lams) - len(fails)} of {len(lams)} λ"
-            text += f"{_except(fails)}; worst {cells[worst]} at λ = {lam_text(worst)}"
-            texts.append(text)
+            texts.append(f"{text}{_except(fails)}; {_worst_seed(cells)}")
             every += cells.values()
             failures.append(fails)
-        return ". ".join(texts), not failures[0] and bool(failures[1]), every
+        return Verdict(". ".join(texts), not failures[0] and bool(failures[1]), every)
 
     def _trains(self, results: Results, optimizer: str, lam: float) -> bool:
         values = results.by_seed(optimizer, lam, "train_loss").values()
@@ -227,8 +245,20 @@ class MoreRobust(Claim):
             where = f" ({', '.join(map(lam_text, sorted(lams)))})" if lams else ""
             texts.append(f"{label(name)} at {len(lams)} of {len(results.sweep.lam)} λ{where}")
             counts.append(len(lams))
-        text = f"{', '.join(texts)}; the best is {_best_of_all(results)}"
-        return text, counts[0] > counts[1], cells
+        best = _best_of_all(results)
+        text = f"{', '.join(texts)}; the best is {best.cell}, {_where(best)}"
+        holds, margin = counts[0] > counts[1], counts[0] - counts[1]
+        several = [cell for cell in cells if cell.lanes > 1]
+        if not several or len(several) == len(cells):
+            return Verdict(text, holds, cells)
+        reach = _reach(several, best)
+        close = _close_calls(cells, best, self.within, reach)
+        needed = margin if holds else 1 - margin  # so many λ must change sides to turn it
+        text += (
+            f"; {len(cells) - len(several)} of {len(cells)} means are of one seed, {len(close)} "
+            f"of these within {100 * reach:.2g} points (two of the largest sd) of the limit"
+        )
+        return Verdict(text, holds, cells, cells if len(close) >= needed else several)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +274,11 @@ class Generalizes(Claim):
         lam = results.nearest(self.lam)
         cell = _cell(results, self.optimizer, lam, ACCURACY)
         holds = lam in results.usable(self.optimizer, self.within)
-        return f"{cell}; the best is {_best_of_all(results)}", holds, [cell]
+        best = _best_of_all(results)
+        text = f"{cell.brief}; the best is {best.cell.brief}, {_where(best)}"
+        if (best.optimizer, best.lam) != (self.optimizer, lam):
+            text += f": {lead(cell, best.cell)}"
+        return Verdict(text, holds, [cell, best.cell])
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +294,11 @@ class Flat(Claim):
         lams = results.sweep.lam
         cells = [_cell(results, self.optimizer, lam, self.metric) for lam in lams]
         low, high = (extreme(cells, key=lambda cell: cell.cost) for extreme in (min, max))
-        text = f"lowest {low}, highest {high}, over {len(lams)} λ"
+        text = f"lowest {low.brief}, highest {high.brief}, over {len(lams)} λ"
         if low.mean is None or high.mean is None or high.diverged:
-            return text, False, cells
-        return text, abs(high.mean - low.mean) <= self.within * abs(low.mean), cells
+            return Verdict(text, False, cells)
+        text += f": the lowest is {lead(low, high)}"
+        return Verdict(text, abs(high.mean - low.mean) <= self.within * abs(low.mean), cells)
 
 
 def _leads(
@@ -290,11 +325,45 @@ def _best(results: Results, optimizer: str, metric: Metric | None = None) -> Bes
     return best
 
 
-def _best_of_all(results: Results) -> str:
+def _best_of_all(results: Results) -> Best:
     best = results.best_of_all(ACCURACY)
     if best is None:
         raise UnjudgedError("every λ of every optimizer has a seed that diverged")
-    return f"{best.cell}, {label(best.optimizer)} at λ = {lam_text(best.lam)}"
+    return best
+
+
+def _where(best: Best) -> str:
+    return f"{label(best.optimizer)} at λ = {lam_text(best.lam)}"
+
+
+def _reach(several: Sequence[Cell], best: Best) -> float:
+    """How far one more seed may move a mean of one seed from the limit.
+
+    Two of the largest standard deviations that were seen; twice that if the limit, too, comes from
+    a single seed.
+    """
+    return 2 * max(cell.sd or 0.0 for cell in several) * (2 if best.cell.lanes == 1 else 1)
+
+
+def _close_calls(cells: Sequence[Cell], best: Best, within: float, reach: float) -> list[Cell]:
+    """The means of one seed that another seed might put on the other side of the limit."""
+    limit = -math.inf if best.cell.mean is None else best.cell.mean - within
+    return [
+        cell
+        for cell in cells
+        if cell.lanes == 1 and (cell.mean is None or abs(cell.mean - limit) <= reach)
+    ]
+
+
+def _worst_seed(cells: Mapping[float, Cell]) -> str:
+    """The seed that ends worst over these λ, in words: it is what decides."""
+    if diverged := sum(cell.diverged for cell in cells.values()):
+        where = [lam_text(lam) for lam, cell in cells.items() if cell.diverged]
+        lanes = sum(cell.lanes for cell in cells.values())
+        return f"{diverged} of {lanes} lanes diverged, at λ = {', '.join(where)}"
+    losses = [(value, lam) for lam, cell in cells.items() for _, value in cell.by_seed]
+    value, lam = max(losses)
+    return f"the worst seed ends at {value:#.3g}, at λ = {lam_text(lam)}"
 
 
 def _between(results: Results, lo: float, hi: float) -> list[float]:

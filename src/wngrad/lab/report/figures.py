@@ -55,11 +55,15 @@ def draw(report: Report) -> Any:
     from matplotlib.figure import Figure  # Without pyplot, the user's backend is left alone.
 
     sweep, handles, foot = report.results.sweep, _handles(report.results), _footnote(report)
-    legend = math.ceil(len(handles) / COLUMNS)
-    heights = (0.38 + 0.19 * legend, 7.2, 0.2 + 0.145 * len(foot))  # inches
+    legend, title = math.ceil(len(handles) / COLUMNS), _title(report)
+    top = 0.05 + sum(0.017 * size for _, size in title)  # inches
+    heights = (top + 0.12 + 0.19 * legend, 7.2, 0.2 + 0.145 * len(foot))
     fig: Any = Figure(figsize=(10.5, sum(heights)), layout="constrained")
     head, body, tail = fig.subfigures(3, 1, height_ratios=heights)
-    head.text(0.01, 0.92, f"{sweep.name}: {sweep.claim}", va="top", size=12)
+    at = 0.05
+    for line, size in title:
+        head.text(0.01, 1 - at / heights[0], line, va="top", size=size)
+        at += 0.017 * size
     head.legend(handles=handles, loc="lower left", ncols=COLUMNS, frameon=False, borderpad=0.2)
     axes = body.subplots(2, len(sweep.metrics), squeeze=False)
     for column, metric in enumerate(sweep.metrics):
@@ -72,13 +76,15 @@ def draw(report: Report) -> Any:
 
 def _over_lam(ax: Any, results: Results, metric: Metric, on: Axis) -> None:
     """A panel of the values at the last epoch over λ."""
-    lams, marked, means = sorted(results.sweep.lam), False, []
+    lams, means = sorted(results.sweep.lam), list[float]()
+    marked = beyond = False
     rows = len(results.sweep.optimizers)
     for row, (name, style) in enumerate(styles(results.sweep.optimizers).items()):
         cells = {lam: results.cell(name, lam, metric) for lam in lams}
         means += _means(ax, cells, on, _line_style(style, row, rows))
         marked |= _edge(ax, cells, on, row, style)
-    _limits(ax, on, means, rows if marked else 0)
+        beyond |= any(map(on.beyond, cells.values()))
+    _limits(ax, on, means, rows if marked else 0, beyond)
     if on.usable is not None:
         ax.axhline(on.usable, color="#333333", linewidth=0.8, linestyle="--", zorder=0)
     ax.set_xscale("log")
@@ -125,11 +131,13 @@ def _over_epochs(ax: Any, results: Results, metric: Metric, on: Axis) -> None:
     every, (word, times) = styles(results.sweep.optimizers), results.time
     means: list[float] = []
     lost: list[tuple[int, str]] = []
+    beyond = False
     for name, lam, dash in _lines(results):
         cells = results.curve(name, lam, metric)
         # Beyond, the mean would be that of the other seeds.
         end = next((k for k, cell in enumerate(cells) if cell.mean is None or cell.diverged), None)
         y = [h for cell in cells[:end] if (h := on.height(cell)) is not None]
+        beyond |= any(map(on.beyond, cells[:end]))
         row, step = list(every).index(name), max(1, results.epochs // 6)
         apart = (row * step // len(every), step)  # markers that do not hide each other
         line = _line_style(every[name], row, len(every))
@@ -141,7 +149,7 @@ def _over_epochs(ax: Any, results: Results, metric: Metric, on: Axis) -> None:
     for epoch, color in lost:
         at = {"transform": ax.get_xaxis_transform(), "clip_on": False}
         ax.plot([epoch], [place], marker="x", color=color, markersize=5, **at)
-    _limits(ax, on, means, 1 if lost else 0)
+    _limits(ax, on, means, 1 if lost or beyond else 0, beyond)
     ax.set_xlim(0, max([*times, 1]) * 1.02)
     ax.set_xlabel(word)
     named = " and ".join(lam_text(lam) for lam, _ in _named(results))
@@ -163,11 +171,16 @@ def _lines(results: Results) -> list[tuple[str, float, str]]:
     return [(best.optimizer, best.lam, DASHES[0]) for best in bests if best]
 
 
-def _limits(ax: Any, on: Axis, values: Sequence[float], rows: int) -> None:
-    """Fit the axis to the values, with a strip for `rows` of marks on the edge of what is bad."""
-    strip, gap = 0.02 + ROW * rows, 0.025
-    room = 1.05 * (strip + gap) / (1 - strip - gap)  # beyond the values, in their reach
+def _limits(ax: Any, on: Axis, values: Sequence[float], rows: int, beyond: bool) -> None:
+    """Fit the axis to the values, with a strip for `rows` of marks on the edge of what is bad.
+
+    If something is `beyond` the worst that is drawn, the strip begins there, at a dotted line.
+    """
+    strip = 0.02 + ROW * rows
+    share = strip + (0.0 if beyond else 0.025)
+    room = 1.05 * share / (1 - share)  # beyond the values, in their reach
     near = [max(v, on.worst) if on.higher else min(v, on.worst) for v in values]
+    near += [on.worst] if beyond else []
     if not on.log:
         low, high = min(near, default=0.0), max(near, default=100.0 if on.percent else 1.0)
         reach = max(high - low, 5.0 if on.percent else 1e-9)
@@ -181,8 +194,11 @@ def _limits(ax: Any, on: Axis, values: Sequence[float], rows: int) -> None:
         ax.set_ylim(low / 10 ** (reach * 0.05), high * 10 ** (reach * room))
         _plain(ax.yaxis)
     if rows:
-        place = strip if on.higher else 1 - strip
-        ax.plot([0, 1], [place] * 2, ":", color="#aaaaaa", linewidth=0.8, transform=ax.transAxes)
+        low, high = (0, strip) if on.higher else (1 - strip, 1)
+        edge = {"color": "#f2f2f2", "linewidth": 0, "transform": ax.transAxes, "zorder": 0}
+        ax.fill_between([0, 1], low, high, **edge)
+    if beyond:
+        ax.axhline(on.worst, color="#aaaaaa", linewidth=0.8, linestyle=":")
     ax.grid(color="#e6e6e6", linewidth=0.6)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
@@ -200,6 +216,13 @@ def _plain(axis: Any) -> None:
     axis.set_minor_formatter(between)
 
 
+def _title(report: Report) -> list[tuple[str, int]]:
+    """The headline, and below it what came of it: lines, each with the size of its letters."""
+    head = textwrap.wrap(f"{report.results.sweep.name}: {report.headline()}", 115)
+    below = textwrap.wrap(report.verdict(), 150)
+    return [*((line, 12) for line in head), *((line, 9) for line in below)]
+
+
 def _footnote(report: Report) -> list[str]:
     results = report.results
     provenance = {
@@ -207,7 +230,7 @@ def _footnote(report: Report) -> list[str]:
         for key, value in results.provenance().items()
     }
     made = ", ".join(f"{key} {value}" for key, value in provenance.items())
-    facts = f"{results.facts()}. Mean over the seeds; bars: one standard deviation."
+    facts = f"{results.facts()}. Mean over the seeds; bars: one standard deviation, none for n = 1."
     lines = [facts, report.marks(), f"{made}." if made else "", *report.remarks()]
     return [part for line in lines for part in textwrap.wrap(line, 185)]
 

@@ -25,7 +25,7 @@ def render(report: Report) -> str:
     optimizers = _optimizers(results)
     parts = {
         "name": escape(sweep.name),
-        "claim": escape(sweep.claim),
+        "claim": escape(report.headline()),
         "facts": escape(results.facts()),
         "last": escape(results.last()),
         "times": "epochs" if results.time[0] == "epoch" else f"{results.time[0]}s",

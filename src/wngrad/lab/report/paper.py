@@ -29,17 +29,32 @@ class PaperReport(Report):
     def findings(self) -> Sequence[Finding]:
         return [claim.measure(self.results) for claim in self.results.sweep.claims]
 
+    def headline(self) -> str:
+        """The sweep's claim; said to be no more than that unless all that was measured agrees."""
+        claim = self.results.sweep.claim
+        sound = all(finding.holds and not finding.look for finding in self.findings)
+        return claim if sound and not self.provisional() else f"Claimed: {claim}"
+
     def verdict(self) -> str:
         """How many of the claims hold, and whether that is final."""
-        holds = [finding.holds for finding in self.findings]
-        good, bad, unknown = (holds.count(way) for way in (True, False, None))
-        parts = [f"{good} of {len(holds)} claims hold"]
+        judged = [finding.holds for finding in self.findings if not finding.look]
+        looks = [finding.holds for finding in self.findings if finding.look]
+        good, bad, unknown = (judged.count(way) for way in (True, False, None))
+        of_all = f"of {len(self.findings)} claims"
+        if not self.findings:
+            return f"No claim is judged.{self.provisional()}"
+        parts = [f"{good} {of_all} hold"] if good or bad or not looks else []
         parts += [f"{bad} {'does' if bad == 1 else 'do'} not"] if bad else []
+        if looks:
+            yes, count = looks.count(True), len(looks)
+            which = f"{count} of them" if parts else f"{count} {of_all}"
+            parts += [f"a look at n = 1, no more, at {which}: {yes} yes, {count - yes} no"]
         parts += [f"{unknown} cannot be judged"] if unknown else []
-        return f"{'; '.join(parts)}.{self.provisional()}"
+        text = "; ".join(parts)
+        return f"{text[0].upper()}{text[1:]}.{self.provisional()}"
 
     def heads(self) -> Sequence[str]:
-        return ("claim", "source", "measured (mean ± sd)", "n (lanes)", "how judged", "verdict")
+        return ("claim", "source", "measured", "n (lanes)", "how judged", "verdict")
 
     def cards(self) -> list[str]:
         return [_card(finding) for finding in self.findings]
@@ -49,17 +64,23 @@ class PaperReport(Report):
         return [
             f"# {sweep.name}: {label(sweep.dataset)}, {label(sweep.model)}",
             "",
-            f"{sweep.claim} {self.verdict()}",
+            f"{self.headline()} {self.verdict()}",
             "",
-            f"{self.results.facts()}. Every mean is over the seeds, ± one sample standard "
-            "deviation; n is their number, or in the first table that of all lanes. Less than two "
-            "standard errors of a difference is called noise.",
+            f"{self.results.facts()}. {self.legend()}",
             "",
             PICTURE,
             "",
             *(["## Claims", "", *self._claims(), ""] if self.findings else []),
             *["## Best λ", "", *self._bests(), ""],
         ]
+
+    def legend(self) -> str:
+        return (
+            "Every mean is over the seeds, ± one sample standard deviation; n is their number, or "
+            "in the first table that of all lanes. Ahead and behind: by the mean difference, seed "
+            "by seed, ± one standard error of it; less than two of these is called noise. What "
+            "rests on a single seed is called a look."
+        )
 
     def axis(self, metric: Metric) -> Axis:
         return Axis(metric, -math.inf, False) if metric == ACCURACY else Axis(metric, CEILING, True)
@@ -116,6 +137,6 @@ def _card(finding: Finding) -> str:
         "n (lanes)": str(finding.n or "–"),
         "how judged": finding.rule,
     }
-    kind = {True: "good", False: "bad", None: "open"}[finding.holds]
+    kind = {True: "good", False: "bad", None: "open"}[None if finding.look else finding.holds]
     badge = f'<td><span class="badge {kind}">{escape(finding.verdict)}</span></td>'
     return page.card(finding.text, cells, badge)

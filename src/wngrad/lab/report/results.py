@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from wngrad.lab.report.cells import ACCURACY, LOSSES, Cell, label, more_is_better
+from wngrad.lab.report.cells import ACCURACY, LOSSES, Cell, label, lam_text, more_is_better
 from wngrad.lab.train.spec import Lane, Metric, Record, Setting, Sweep
 
 USABLE = 0.05  # A λ is usable if its test accuracy is within so much of the best of all.
@@ -116,9 +116,21 @@ class Results:
         by = metric or self.sweep.best_by
         grid = self.sweep.grid(optimizer)
         every = [Best(optimizer, lam, self.cell(optimizer, lam, by)) for lam in grid]
-        most = max(best.cell.n for best in every)  # a λ that lost seeds is not compared
-        sound = [best for best in every if best.cell.cost < math.inf and best.cell.n == most]
+        lacking = [self._lacking(optimizer, best.lam, best.cell) for best in every]
+        fewest = min(lacking)  # a λ that lost seeds is not compared
+        sound = [
+            best
+            for best, count in zip(every, lacking, strict=True)
+            if best.cell.cost < math.inf and count == fewest
+        ]
         return min(sound, key=lambda best: best.cell.cost, default=None)
+
+    def _lacking(self, optimizer: str, lam: float, cell: Cell) -> int:
+        """How many seeds that the optimizer was run with are planned at a λ, but not in a cell."""
+        ran = {lane.seed for lane in self.done if lane.optimizer == optimizer}
+        setting = Setting(optimizer, lam)
+        planned = [seed for seed in self.sweep.seeds if setting in self.sweep.settings_of(seed)]
+        return len(ran.intersection(planned)) - cell.lanes
 
     def at_default(self, optimizer: str) -> Best | None:
         """What it reaches at the λ of its signature; None if it was not run there."""
@@ -201,12 +213,31 @@ class Results:
 
     def facts(self) -> str:
         """What was run, in a line."""
-        sweep, seeds = self.sweep, "seed" if self.seeds == 1 else "seeds"
+        sweep = self.sweep
         problem = ", ".join(map(label, dict.fromkeys((sweep.dataset, sweep.model))))
         every = len(self.done) + len(self.failed) + len(self.missing)
         lanes = f"{len(self.done)} of {every} lanes"
         times = "reports" if self.time[0] != "epoch" else "epochs"
-        return f"{problem}; n = {self.seeds} {seeds}, {self.epochs} {times}, {lanes}"
+        return f"{problem}; {self._n()}, {self.epochs} {times}, {lanes}"
+
+    def _n(self) -> str:
+        """The number of seeds, in words; at which λ, where it is not the same at all of them."""
+        seeds = "seed" if self.seeds == 1 else "seeds"
+        counts = [self._seeds_at(lam) for lam in self.sweep.lam]
+        least, most = min(counts), max(counts)
+        if least in (0, most):
+            return f"n = {self.seeds} {seeds}"
+        where = [lam_text(lam) for lam in sorted(self.sweep.lam) if self._seeds_at(lam) == most]
+        return f"n = {least} to {most} seeds ({most} at λ = {', '.join(where)})"
+
+    def _seeds_at(self, lam: float) -> int:
+        """With how many seeds every optimizer was run at a λ that it has."""
+        counts = [
+            len(self._done_at.get(Setting(name, lam), ()))
+            for name in self.sweep.optimizers
+            if lam in self.sweep.grid(name)
+        ]
+        return min(counts, default=0)
 
     def provenance(self) -> dict[str, str]:
         """Every distinct value of what the records say of their making."""

@@ -49,7 +49,7 @@ class TaskReport(Report):
     def opening(self) -> list[str]:
         sweep = self.results.sweep
         return [
-            *[f"# {plain(sweep.name)}", "", f"{sweep.claim} {plain(self.verdict())}", ""],
+            *[f"# {plain(sweep.name)}", "", f"{self.headline()} {plain(self.verdict())}", ""],
             *[f"{plain(self.results.facts())}.", ""],
             *[*table(self.heads(), self.rows()), "", self.legend(), "", PICTURE, ""],
         ]

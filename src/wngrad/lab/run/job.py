@@ -26,6 +26,7 @@ class Job:
     save_every: float = 30.0
     sized: bool = False  # whether someone has said how many lanes a pack has
     cpus: int = 1  # torch's threads in a worker
+    packs: int | None = None  # at most so many are run, of those that lack records; None: all
 
     def to_json(self) -> dict[str, Any]:
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -45,10 +46,13 @@ class Outcome:
     status: int
     text: str = ""
     failed: list[str] = field(default_factory=list)  # lanes, with reasons
+    left: int = 0  # packs that lack records, and were not to be run this time
 
 
 def unfinished(store: Store, sweep: Sweep, conditions: dict[str, Any], tell: Tell) -> list[Pack]:
-    """The packs of `sweep` that lack records; those that are done are told as such.
+    """The packs of `sweep` that lack records, those that have failed before at the end.
+
+    Those that are done are told as such.
 
     Raises:
         Mismatch: the store holds a sweep made under other conditions.
@@ -64,4 +68,4 @@ def unfinished(store: Store, sweep: Sweep, conditions: dict[str, Any], tell: Tel
             if claimed:  # whoever wrote the last record may not have come to it
                 store.finish(pack)
         tell({"kind": "had", "pack": pack.name, "lanes": len(pack.lanes)})
-    return left
+    return sorted(left, key=lambda pack: any(map(store.has_record, pack.lanes)))

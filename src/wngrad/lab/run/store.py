@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from wngrad.lab.run import files, manifest, places
-from wngrad.lab.train.spec import Lane, Pack, Record, Setting, Sweep
+from wngrad.lab.train.spec import Lane, Pack, Record, Sweep
 
 
 class Mismatch(ValueError):  # noqa: N818 - a state, and the name callers read
@@ -78,7 +78,8 @@ class Store:
                 f"{self.home} plans {first.optimizer!r} at λ = {first.lam:g}, which is no part of "
                 "its sweep. Nothing was changed: choose another folder with --out."
             )
-        return known, planned, _added(sweep, planned)
+        have = {lane for pack in planned for lane in pack.lanes}
+        return known, planned, sweep.cut_lanes(have, first=len(planned) + 1)
 
     def missing(self, pack: Pack, settings: dict[str, Any], epochs: int) -> list[Lane]:
         """The lanes of a pack that have no record of so many epochs under these settings."""
@@ -289,19 +290,6 @@ def _opened(data: bytes, name: str, lane: str | None = None) -> Record:
     if lane is not None and record.lane.name != lane:
         raise files.Damaged(f"{name} is the record of another lane, {str(record.lane)!r}.")
     return record
-
-
-def _added(sweep: Sweep, planned: Sequence[Pack]) -> list[Pack]:
-    """New packs for the lanes that are in none yet; seeds that lack the same are cut together."""
-    have = {lane for pack in planned for lane in pack.lanes}
-    lacking: dict[tuple[Setting, ...], list[int]] = {}
-    for seed in sweep.seeds:
-        lanes = [(s, Lane(s.optimizer, s.lam, seed)) for s in sweep.settings]
-        lacking.setdefault(tuple(s for s, lane in lanes if lane not in have), []).append(seed)
-    new: list[Pack] = []
-    for settings, seeds in lacking.items():
-        new += sweep.cut(seeds, first=len(planned) + len(new) + 1, settings=settings)
-    return new
 
 
 def _asked(sweep: Sweep, packs: Sequence[Pack]) -> list[Pack]:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from wngrad.lab.atomic import write_all
@@ -38,7 +39,10 @@ def supervise(
         with Signals() as signals, Processes(job, workers) as processes:
             if error := processes.open(tell, signals.check):
                 return Outcome(error.status, error.text)
-            return Pool(processes, tell, signals, patience, clock).run(processes.packs)
+            outcome = Pool(processes, tell, signals, patience, clock).run(
+                processes.packs[: job.packs]
+            )
+            return replace(outcome, left=len(processes.packs[job.packs :]) if job.packs else 0)
     except Stopped as stopped:
         return Outcome(128 + stopped.number)
 

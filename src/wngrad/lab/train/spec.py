@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol, TypeAlias, cast, get_args
 
@@ -89,6 +89,7 @@ class Sweep:
     lam: tuple[float, ...]
     epochs: int
     seeds: tuple[int, ...]
+    repeat_at: tuple[float, ...] = ()  # λ that have every seed, others the first; empty: all have
     batch: int = 100
     weight_decay: float = 0.0
     program: Kind = "stacked"
@@ -114,11 +115,13 @@ class Sweep:
         if self.pairs:
             self._set("optimizers", dict.fromkeys(p.optimizer for p in self.pairs))
             self._set("lam", dict.fromkeys(p.lam for p in self.pairs))
-        for name in ("pairs", "optimizers", "lam", "seeds"):
-            values = self._set(name, getattr(self, name))
-            if len(set(values)) < len(values) or (not values and name != "pairs"):
-                what = "each once" if name == "pairs" else "some values, each once"
+        for name in ("pairs", "optimizers", "lam", "seeds", "repeat_at"):
+            values, optional = self._set(name, getattr(self, name)), name in ("pairs", "repeat_at")
+            if len(set(values)) < len(values) or not (values or optional):
+                what = "each once" if optional else "some values, each once"
                 raise ValueError(f"Sweep: `{name}` must be {what}, got {values!r}.")
+        if set(self.repeat_at) - set(self.lam):
+            raise ValueError(f"Sweep: `repeat_at` must be of `lam`, got {self.repeat_at!r}.")
         for name, least in (("epochs", 1), ("batch", 1), ("weight_decay", 0)):
             if not (value := getattr(self, name)) >= least:
                 raise ValueError(f"Sweep: `{name}` must be >= {least}, got {value!r}.")
@@ -153,7 +156,15 @@ class Sweep:
 
     @property
     def lanes(self) -> list[Lane]:
-        return [Lane(s.optimizer, s.lam, seed) for seed in self.seeds for s in self.settings]
+        return [
+            Lane(s.optimizer, s.lam, seed) for seed in self.seeds for s in self.settings_of(seed)
+        ]
+
+    def settings_of(self, seed: int) -> tuple[Setting, ...]:
+        """What is run with a seed: everything with the first, and where it is to be repeated."""
+        if not self.repeat_at or seed == self.seeds[0]:
+            return self.settings
+        return tuple(s for s in self.settings if s.lam in self.repeat_at)
 
     def cut(
         self, seeds: Sequence[int], first: int = 1, settings: Iterable[Setting] | None = None
@@ -164,6 +175,17 @@ class Sweep:
             groups[self._runs_alone(setting)].append(setting)
         together = packs(groups[False], seeds, self.lanes_per_pack, first)
         return together + packs(groups[True], seeds, 1, first + len(together))
+
+    def cut_lanes(self, have: Container[Lane] = (), first: int = 1) -> list[Pack]:
+        """The packs of all lanes but those in `have`; seeds that lack the same are cut together."""
+        lacking: dict[tuple[Setting, ...], list[int]] = {}
+        for seed in self.seeds:
+            lanes = [(s, Lane(s.optimizer, s.lam, seed)) for s in self.settings_of(seed)]
+            lacking.setdefault(tuple(s for s, lane in lanes if lane not in have), []).append(seed)
+        new: list[Pack] = []
+        for settings, seeds in lacking.items():
+            new += self.cut(seeds, first=first + len(new), settings=settings)
+        return new
 
     def kind(self, pack: Pack) -> Kind:
         """The program that trains a pack."""

@@ -89,7 +89,7 @@ class ClusterJob:
 
     def _measured_size(self, settings: int) -> int:
         sweep = self.job.sweep
-        lanes = settings * len(sweep.seeds)
+        lanes = sum(lane.optimizer not in sweep.alone for lane in sweep.lanes)
         answer = self._measure(sweep.lanes_per_pack, None)
         if "error" in answer:  # each lane will say so for itself
             choice = Choice(math.ceil(lanes / self.slots), f"not measured: {answer['error']}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ def run(job: Job, tell: Tell, address: str, *, patience: float | None = None) ->
             home = absolute(job.out)
             with _only_driver(home), _board(home, signals.check) as board:
                 cluster_job = ClusterJob.open(job, signals.check)
-                packs = _open_store(cluster_job, tell)
+                packs = [pack.name for pack in _open_store(cluster_job, tell)]
                 workers = RayWorkers(cluster_job, board)
-                return Pool(workers, tell, signals, patience).run(pack.name for pack in packs)
+                outcome = Pool(workers, tell, signals, patience).run(packs[: job.packs])
+                return replace(outcome, left=len(packs[job.packs :]) if job.packs else 0)
     except Stopped as stopped:
         return Outcome(128 + stopped.number)
     except (ValueError, OSError) as error:
