@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from small_lab import SWEEP
+from wngrad.lab.run import supervisor
+from wngrad.lab.run.job import Job
 from wngrad.lab.run.pool import Ended, Pool, Signals
+from wngrad.lab.run.supervisor import Processes
 
 PACKS = ("a", "b", "c")
 
@@ -178,3 +183,64 @@ def test_a_worker_that_is_interrupted_by_somebody_else_stops_the_job():
     workers = Scripted({"a": [[Ended("a", "interrupted", status=143)]]})
     assert pool(workers)[0].run(PACKS).status == 143
     assert workers.sent == [("a", "")]
+
+
+# --------------------------------------------------------------- processes of this machine
+
+
+class Worker:
+    """A process of a worker, as far as `Processes` asks it anything; it never starts."""
+
+    def __init__(self, job: Any, gpu: str = "") -> None:
+        self.gpu, self.pack, self.written = gpu, None, list[Any]()
+        self.leaves = self.begun = self.served = False
+
+    def write(self, command: Any) -> None:
+        self.written.append(command)
+
+
+@pytest.fixture
+def processes(monkeypatch) -> Callable[..., Processes]:
+    monkeypatch.setattr(supervisor, "_Process", Worker)
+    return lambda device, limit: Processes(Job(SWEEP, "out", device=device), limit)
+
+
+def test_workers_share_the_gpus_of_one_kind(processes, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr("torch.cuda.get_device_name", ["H200", "A4", "H200"].__getitem__)
+    several = processes("auto", 3)
+    for pack in PACKS:
+        several.send(pack, "")
+    assert [worker.gpu for worker in several._processes] == ["4", "7", "4"]
+    for device, limit in (("cuda:1", 3), ("cpu", 3), ("cuda", 1)):  # named, none, and all to one
+        alone = processes(device, limit)
+        alone.send("a", "")
+        assert [worker.gpu for worker in alone._processes] == [""]
+
+
+def test_a_worker_that_leaves_is_sent_nothing_more(processes):
+    one = processes("cpu", 1)
+    one.send("a", "")
+    (worker,) = one._processes
+    ended = {"kind": "ended", "how": "finished", "status": 0}
+    assert one._message(worker, ended | {"leaves": True}) == Ended("a", status=0)
+    one.send("b", "")
+    assert [each.pack for each in one._processes] == [None, "b"]
+    one._message(one._processes[1], ended)
+    one.send("c", "")
+    assert [each.pack for each in one._processes] == [None, "c"]
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (3, "ended with status 3"),
+        (-9, "was killed (SIGKILL: perhaps for want of memory)"),
+        (-4, "was killed (SIGILL: an instruction that this processor does not allow)"),
+        (-6, "was killed (SIGABRT)"),
+        (-63, "was killed (signal 63)"),
+    ],
+)
+def test_the_end_of_a_process_is_told_in_words(status, said):
+    assert supervisor._how(status) == said

@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from wngrad.lab.run.session import Interrupted, Session
 from wngrad.lab.run.store import Store
 from wngrad.lab.sweep.task_checks import checked_loaders
 from wngrad.lab.train.programs import LoopRun
+from wngrad.lab.train.programs.loop import moved
 from wngrad.lab.train.schedules import factor
 from wngrad.lab.train.spec import Sweep, packs
 
@@ -251,6 +252,41 @@ def test_autocast_runs_the_network_in_bfloat16():
 
     run(replace(PLAIN, loss=loss, autocast="bfloat16"))
     assert kinds == {torch.bfloat16}
+
+
+class Graphs:
+    """A batch of a class of its own, as libraries for graphs have them."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor, where: str = "") -> None:
+        self.x, self.y, self.where = x, y, where
+
+    def to(self, device: torch.device) -> Graphs:
+        return Graphs(self.x, self.y, str(device))
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def test_batches_of_a_class_of_their_own_are_moved_and_keep_their_class():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = plain()
+
+        def forward(self, batch: Graphs) -> torch.Tensor:
+            assert batch.where == "cpu"
+            return self.inner(batch.x)
+
+    task = replace(
+        PLAIN, model=Net, loaders=lambda: ([Graphs(X, Y)] * 2, [Graphs(X, Y)]), metric=None,
+        loss=lambda output, batch: F.cross_entropy(output, batch.y),
+    )  # fmt: skip
+    checked_loaders(task, "mine.py")
+    assert run(task).curves["valid_loss"][-1][0] > 0
+    pair = moved({"pair": Pair(X, Y)}, torch.device("cpu"))["pair"]
+    assert isinstance(pair, Pair)
 
 
 @pytest.mark.parametrize(

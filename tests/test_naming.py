@@ -50,6 +50,20 @@ def test_what_is_no_optimizer_is_told_in_a_line(typed, said):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("adamw(weight_decy=0.1)", "'weight_decy'. Did you mean 'weight_decay'?"),
+        ("torch.optim:SGD(momentun=0.9)", "'momentun'. Did you mean 'momentum'?"),
+        ("wngrad(eps=1e-8)", "'eps'."),
+    ],
+)
+def test_a_setting_that_an_optimizer_does_not_have_is_told_before_anything_is_trained(typed, said):
+    with pytest.raises(ValueError, match="has no setting") as error:
+        parse(typed).function()
+    assert str(error.value).endswith(f"has no setting {said}")
+
+
 def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "prodigyopt", None)
     with pytest.raises(ValueError, match="'prodigy' needs prodigyopt: pip install prodigyopt"):

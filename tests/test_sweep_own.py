@@ -245,6 +245,17 @@ def test_runs_that_diverge_are_ended_and_the_time_saved_is_shown(text, tmp_path)
     assert read_costs(entries).stopped == 1
 
 
+def test_runs_that_train_as_one_program_are_never_ended_and_the_page_says_so(tmp_path):
+    words = ("--optimizers", "sgd", "--no-defaults", "--stop", "diverged")
+    done = sweep(tmp_path, TENSORS, *words, lam="0.1,1e30")
+    assert "--stop diverged: runs that train as one program are never ended" in done.stdout
+    summary = (tmp_path / "out/pairs/summary.md").read_text()
+    assert "It has ended no run. Runs that train as one program are never ended" in summary
+    other = sweep(tmp_path, TENSORS, *words, "--program", "lone", "--out", "o", lam="0.1,1e30")
+    assert "never ended" not in other.stdout
+    assert "It has ended 1 runs" in other.stdout, other.stdout
+
+
 def test_the_median_ends_runs_that_are_behind_and_keeps_the_others(tmp_path):
     words = ("--optimizers", "sgd", "--no-defaults", "--stop", "median", "--epochs", "4")
     lam = "0.1,0.2,0.3,0.15,0.25,0.00001"
@@ -273,6 +284,15 @@ def test_a_file_to_start_from_is_written_and_can_be_planned(kind, tmp_path, monk
     done = wngrad(tmp_path, "sweep", f"my_{kind}.py", *short, "--device", "cpu")
     assert done.exit_code == 0, done.stderr
     assert list((tmp_path / "out").glob("*/report.html"))
+
+
+@pytest.mark.parametrize("words", [["--init"], ["--init", "--seeds", "2"]])
+def test_init_alone_lists_the_kinds_of_files(words, tmp_path):
+    done = wngrad(tmp_path, "sweep", *words)
+    assert done.exit_code == 0, done.stderr
+    for kind in ("tensors", "loaders", "train"):
+        assert f"wngrad sweep --init {kind}" in done.stdout
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from wngrad.lab.report import builder, figures, page
+from wngrad.lab.report import builder, costs, figures, page
 from wngrad.lab.report.dependence import Row, measure
 from wngrad.lab.report.results import Results
 from wngrad.lab.report.sensitivity import lr_sensitivity, usable_decades
@@ -83,6 +83,22 @@ def test_the_table_is_what_the_library_says_of_the_records():
     assert (measured.diverged, measured.lanes, measured.failed) == (0, 12, 0)
 
 
+def test_on_cuda_the_memory_of_a_step_has_a_column_and_on_a_cpu_there_is_none():
+    log = costs.read([
+        {"costs": {"sgd": {"step_seconds": 0.25, "state_bytes": 0, "peak_bytes": 1_500_000}}},
+        {"costs": {"sgd": {"step_seconds": 0.125, "state_bytes": 8, "peak_bytes": 1_400_000}}},
+        {"costs": {"wngrad": {"step_seconds": 0.5, "state_bytes": 4, "peak_bytes": None}}},
+    ])  # fmt: skip
+    report = TaskReport(Results(SWEEP, records()), log=log)
+    row = dict(zip(report.heads(), report.rows()[0], strict=True))
+    shown = [row[head] for head in ("step time", "peak GPU memory", "optimizer state")]
+    assert shown == ["125 ms", "1.5 MB", "8 B"]
+    assert "Peak GPU memory: the most that torch had allocated" in report.legend()
+    without = TaskReport(Results(SWEEP, records()))
+    assert "peak GPU memory" not in without.heads()
+    assert "GPU" not in without.legend()
+
+
 def test_what_diverged_is_counted_and_never_best():
     measured = row(Results(SWEEP, records()), "sgd")
     assert (measured.diverged, measured.lanes) == (3, 12)
@@ -100,8 +116,8 @@ def test_an_optimizer_that_is_never_near_the_best_of_all_has_no_recommended_lamb
         "test loss at default λ": "–",
         "test loss at best λ": "2.01 ± 0.01 (n = 3) at 0.1",
         "test R² there": "0.498 ± 0.0025 (n = 3)",
-        "step": "–",
-        "state": "–",
+        "step time": "–",
+        "optimizer state": "–",
         "recommended λ": "–",
         "sensitivity": "0.747 ± 0.0025 (n = 3)",  # (1 + 0 + 0 + 1.99)/4
         "usable decades [95 %]": "0.00 [0.00, 0.00]",

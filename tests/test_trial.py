@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -300,6 +301,33 @@ def test_a_run_that_fails_fails_alone_with_its_reason(function, reason, tmp_path
     visit(tmp_path, own, replace(SWEEP, optimizers=("sgd",)))
     ends = {r.lane.lam: (r.status, r.reason) for r in Store(tmp_path).records()}
     assert ends == {0.01: ("done", ""), 0.1: ("failed", reason)}
+
+
+def test_what_a_run_sets_for_its_process_is_put_back_for_the_next(tmp_path):
+    def settings() -> list[Any]:
+        return [
+            torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(), os.getcwd(), os.environ.get("WN_LEFT"),
+            signal.getsignal(signal.SIGTERM), torch.get_num_threads(),
+        ]  # fmt: skip
+
+    def careless(trial: Trial) -> None:
+        seen.append(settings())
+        trial.report(1, loss=1.0)
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.set_grad_enabled(False)
+        torch.use_deterministic_algorithms(True)
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        os.chdir("/")
+        os.environ["WN_LEFT"] = "1"
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if trial.lam == 0.01:
+            raise ArithmeticError("no such root")
+
+    before, seen = settings(), []
+    visit(tmp_path, careless, replace(SWEEP, optimizers=("sgd",)))
+    assert [before, *seen, settings()] == [before] * 4
 
 
 def test_a_loss_that_is_not_a_number_is_a_result(tmp_path):

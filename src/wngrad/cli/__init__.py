@@ -15,6 +15,7 @@ import wngrad
 from wngrad.cli import certify, moved, report, run, sweep
 from wngrad.cli.list import list_
 from wngrad.cli.messages import warn
+from wngrad.cli.starters import InitCommand
 
 app = typer.Typer(
     add_completion=False,
@@ -43,7 +44,7 @@ def _root(
 app.command()(certify.certify)
 app.command("list")(list_)
 app.command()(run.run)
-app.command()(sweep.sweep)
+app.command(cls=InitCommand)(sweep.sweep)
 app.command()(report.report)
 moved.add(app)
 

@@ -62,7 +62,9 @@ def sweep(
     ] = "none",
     init: Annotated[
         str | None,
-        typer.Option(help="Write a file to start from: tensors, loaders or train; train nothing."),
+        typer.Option(
+            help="Write a file to start from: tensors, loaders or train; alone, lists them."
+        ),
     ] = None,
 ) -> None:
     """How much does your own training depend on the learning rate? Trains, resumes and reports."""

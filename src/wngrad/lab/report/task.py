@@ -10,13 +10,14 @@ from functools import cached_property
 from wngrad.lab.report import dependence, page
 from wngrad.lab.report.base import PICTURE, Axis, Report
 from wngrad.lab.report.cells import in_percent, label, lam_text, lead, more_is_better
-from wngrad.lab.report.costs import Cost
+from wngrad.lab.report.costs import Cost, bytes_text
 from wngrad.lab.report.dependence import Dependence, Row
 from wngrad.lab.report.markdown import plain, table
 from wngrad.lab.report.results import Best
 from wngrad.lab.report.sensitivity import LEVEL, WITHIN
 from wngrad.lab.train.spec import Metric
 
+PEAK = "Peak GPU memory: the most that torch had allocated there in a training step. "
 BEYOND = 3.0  # times the loss at the start: as far as a task's losses are drawn
 
 
@@ -90,8 +91,9 @@ class TaskReport(Report):
             *(f"{self.results.label(metric)} there" for metric in shown),
             f"usable decades [{100 * LEVEL:g} %]",
             "sensitivity",
-            "step",
-            "state",
+            "step time",
+            *(["peak GPU memory"] if self.log.has_peaks else []),
+            "optimizer state",
             "recommended λ",
             "diverged lanes",
         ]
@@ -120,9 +122,10 @@ class TaskReport(Report):
             f"but {100 * WITHIN:g} % of what the best of all optimizers gains over the start; the "
             "decades are those around the optimizer's best λ, with Student's "
             f"{100 * LEVEL:g} % interval over the seeds; ≥: they reach an end of the grid. "
-            "Recommended: the geometric middle of the usable range; –: no λ is usable. Step: the "
-            "least wall time of a training step of one run alone. State: what the optimizer keeps "
-            "beside the parameters."
+            "Recommended: the geometric middle of the usable range; –: no λ is usable. Step time: "
+            "the least wall time of a training step of one run alone. "
+            f"{PEAK if self.log.has_peaks else ''}"
+            "Optimizer state: what the optimizer keeps in memory beside parameters and gradients."
         )
 
     def ranking(self) -> str:
@@ -143,7 +146,7 @@ class TaskReport(Report):
         )
 
     def _cells(self, row: Row, others: Sequence[Metric]) -> list[str]:
-        cost = self.log.costs.get(row.optimizer, Cost(None, None))
+        cost = self.log.costs.get(row.optimizer, Cost())
         best, failed = row.best, f"; {row.failed} failed" if row.failed else ""
         return [
             label(row.optimizer),
@@ -156,7 +159,8 @@ class TaskReport(Report):
             str(row.curves.decades) if row.curves else "–",
             str(row.curves.sensitivity) if row.curves else "–",
             cost.time_text(),
-            cost.memory_text(),
+            *([bytes_text(cost.peak)] if self.log.has_peaks else []),
+            bytes_text(cost.state),
             lam_text(row.curves.recommended if row.curves else None),
             f"{row.diverged} of {row.lanes}{failed}",
         ]

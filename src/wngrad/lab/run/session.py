@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from wngrad.lab.run import files, step_costs, stop_rules
+from wngrad.lab.run import files, process_settings, step_costs, stop_rules
 from wngrad.lab.run.environment import Trained, conditions, precision_on
 from wngrad.lab.run.environment import environment as environment
 from wngrad.lab.run.job import Tell, unfinished
@@ -111,13 +111,8 @@ class Session:
         self.tell({"kind": "start", "pack": pack.name, "lanes": len(pack.lanes)})
         began = time.perf_counter()
         try:
-            with _run_errors():
-                program = make(self.sweep.kind(pack), self.sweep, pack, self.data, self.device)
-            self._resume(program)
-            first = program.epoch
-            self._train(program)
-            if program.keeps_checkpoint:
-                self._save(program)
+            with process_settings.restored():
+                program, first = self._trained(pack)
         except _Failed as failure:
             self._fail(pack, str(failure))
             return
@@ -142,6 +137,17 @@ class Session:
                 **self.environment,
             }
         )
+
+    def _trained(self, pack: Pack) -> tuple[Run, int]:
+        """The finished program of a pack, and the epoch that it went on from."""
+        with _run_errors():
+            program = make(self.sweep.kind(pack), self.sweep, pack, self.data, self.device)
+        self._resume(program)
+        first = program.epoch
+        self._train(program)
+        if program.keeps_checkpoint:
+            self._save(program)
+        return program, first
 
     def _record(self, record: Record, pack: Pack, write: bool = True) -> None:
         if write:

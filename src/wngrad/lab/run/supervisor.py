@@ -24,6 +24,11 @@ from wngrad.lab.run.job import Job as Job
 from wngrad.lab.run.pool import POLL, SIGNALS, Ended, Pool, Signals, Stopped
 
 GRACE = 10.0  # seconds for a worker without work to leave
+_CAUSES = {  # what most often sends a process these signals
+    "SIGKILL": ": perhaps for want of memory",
+    "SIGILL": ": an instruction that this processor does not allow",
+    "SIGSEGV": ": compiled code has read what is not its own",
+}
 
 
 def supervise(
@@ -55,6 +60,7 @@ class Processes:
     def __init__(self, job: Job, limit: int) -> None:
         self.job, self.limit = job, limit
         self.packs: list[str] = []  # known when the store has been opened
+        self._gpus = gpus(job.device) if limit > 1 else []
         self._processes: list[_Process] = []
         self._not_started: list[Ended] = []
 
@@ -73,9 +79,9 @@ class Processes:
                 tell(message)
 
     def send(self, pack: str, failed: str) -> None:
-        idle = next((p for p in self._processes if p.pack is None), None)
+        idle = next((p for p in self._processes if p.pack is None and not p.leaves), None)
         try:
-            process = idle or _Process(self.job)
+            process = idle or _Process(self.job, self._gpu())
         except OSError as error:
             self._not_started.append(_not_begun(pack, f"could not be started ({error})"))
             return
@@ -83,6 +89,11 @@ class Processes:
             self._processes.append(process)
         process.pack = pack
         process.write({"pack": pack, "failed": failed})
+
+    def _gpu(self) -> str:
+        """The GPU that the fewest workers have; empty if there is none to choose."""
+        taken = [process.gpu for process in self._processes]
+        return min(self._gpus, key=taken.count, default="")
 
     def wait(self, seconds: float) -> list[Event | Ended]:
         messages: list[Event | Ended] = [*self._not_started]
@@ -107,8 +118,8 @@ class Processes:
             process.begun = process.begun or "pack" in event
             return event
         pack, process.pack = process.pack or "", None
-        process.begun, process.served = False, True
-        what = {key: value for key, value in event.items() if key != "kind"}
+        process.begun, process.served, process.leaves = False, True, bool(event.get("leaves"))
+        what = {key: value for key, value in event.items() if key not in ("kind", "leaves")}
         return Ended(pack, **what)
 
     def stop(self) -> list[str]:
@@ -132,7 +143,8 @@ class Processes:
 class _Process:
     """A worker: an interpreter that is sent packs and tells events, each a line of JSON."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, gpu: str = "") -> None:
+        self.gpu = gpu
         commands, self.commands = os.pipe()
         self.events, events = os.pipe()
         # Signals are held back there until the worker can take them.
@@ -150,13 +162,20 @@ class _Process:
         self.pack: str | None = None  # which it trains; empty: it opens the store
         self.begun = False  # whether it has told of that pack
         self.served = False  # whether it has come to the end of one
+        self.leaves = False  # whether it takes no other pack
         self.closed = False
         self._rest = b""
         self.write(job.to_json())
 
     def _start(self, commands: int, events: int) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-m", "wngrad.lab.run.worker", str(commands), str(events)]
-        return subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=(commands, events))
+        seen = {"CUDA_VISIBLE_DEVICES": self.gpu} if self.gpu else {}
+        return subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(commands, events),
+            env={**os.environ, **seen},
+        )
 
     def write(self, command: Any) -> None:
         with suppress(BrokenPipeError):  # it has ended already; its status says how
@@ -183,6 +202,23 @@ class _Process:
             return self.popen.wait()
 
 
+def gpus(device: str) -> list[str]:
+    """The GPUs that workers share, as CUDA_VISIBLE_DEVICES calls them; empty if there is one.
+
+    Only those that are called like the first: records of one folder are made on one kind.
+    """
+    if device not in ("auto", "cuda"):  # the CPU, or one that the user has named
+        return []
+    import torch
+
+    if (count := torch.cuda.device_count()) < 2:
+        return []
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = listed if len(listed) == count else [str(k) for k in range(count)]
+    kinds = [torch.cuda.get_device_name(k) for k in range(count)]
+    return [name for name, kind in zip(names, kinds, strict=True) if kind == kinds[0]]
+
+
 def _end_of(process: _Process, pack: str, status: int) -> Ended:
     """What has become of a pack whose process is gone."""
     if status in [128 + number for number in SIGNALS]:
@@ -197,6 +233,10 @@ def _not_begun(pack: str, how: str) -> Ended:
 
 
 def _how(status: int) -> str:
-    if status == -signal.SIGKILL:
-        return "was killed (SIGKILL: perhaps for want of memory)"
-    return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was killed ({name}{_CAUSES.get(name, '')})"

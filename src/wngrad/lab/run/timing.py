@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from wngrad.lab.run.environment import Trained
 from wngrad.lab.run.job import Job
 from wngrad.lab.run.pack_size import Measured, Plan, enough, in_words
 from wngrad.lab.run.worker import open_session
+from wngrad.lab.train.cuda_stats import free, synchronize
 from wngrad.lab.train.programs import LoopRun, Program, make
 from wngrad.lab.train.spec import ONE_BY_ONE, Kind, Pack, Sweep
 
@@ -122,13 +122,5 @@ def _growing(sweep: Sweep, most: int | None) -> Iterator[Pack]:
 def _timed(program: Program | LoopRun, work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
-    if program.device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(program.device)
     return time.perf_counter() - began
-
-
-def free(device: str) -> None:
-    """Let go of what the last program held."""
-    gc.collect()
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()

@@ -89,7 +89,11 @@ def main(commands: Iterable[str], events: int) -> int:
     """Obey the commands, and tell what happens on the file descriptor `events`."""
     stop = _Stop()  # first of all: a signal during the imports must not be lost
 
+    failed: list[Event] = []
+
     def tell(event: Event) -> None:
+        if event.get("status") == "failed":
+            failed.append(event)
         try:
             write_all(events, (json.dumps(event) + "\n").encode())
         except BrokenPipeError:
@@ -110,6 +114,7 @@ def main(commands: Iterable[str], events: int) -> int:
     import torch
 
     from wngrad.lab.run.session import Interrupted
+    from wngrad.lab.train.cuda_stats import free
 
     torch.set_num_threads(job.cpus)
     try:
@@ -120,8 +125,14 @@ def main(commands: Iterable[str], events: int) -> int:
                 session.run_pack(command["pack"], command["failed"])
             else:
                 tell({"kind": "packs", "packs": [pack.name for pack in session.open()]})
-            ended(0, "finished")
+            if session.device != "cpu":
+                free(session.device)  # others may share the GPU
+            # An error on CUDA often stays with the process: the next run gets another one.
+            leaves = bool(failed) and session.device != "cpu"
+            ended(0, "finished", **({"leaves": True} if leaves else {}))
             stop.busy = False
+            if leaves:
+                return 0
     except Interrupted:
         return ended(128 + (stop.signal or signal.SIGTERM), "interrupted")
     except (ValueError, OSError, RuntimeError) as error:

@@ -31,6 +31,7 @@ from wngrad.lab.train.spec import ONE_BY_ONE, Kind, Setting, StopRule, Sweep
 from wngrad.lab.train.task import AnyTask, Task, find
 
 BRANCHES_AT_ONCE = 8
+NEVER_ENDED = "Runs that train as one program are never ended: to stop one would save no time."
 OWN: dict[str, str] = {  # why the runs of some tasks are separate
     "loop": "its batches come from loaders",
     "function": "its training is a function of its own",
@@ -96,7 +97,10 @@ def plan(
         stop=stop,
         **fields,
     )
-    return Plan(sweep, tuple(_how(sweep, name, why) for name in names))
+    lines = [_how(sweep, name, why) for name in names]
+    if stop and set(names) - set(sweep.alone) and chosen not in ONE_BY_ONE:
+        lines.append(f"--stop {stop}: {NEVER_ENDED[0].lower()}{NEVER_ENDED[1:]}")
+    return Plan(sweep, tuple(lines))
 
 
 def _fields(
@@ -122,7 +126,7 @@ def _fields(
     if not isinstance(task, LoaderTask):
         own = {"program": "function", "metrics": ("valid_loss",), "epochs_fixed": True}
         return {**own, "best_by": "valid_loss"}, OWN["function"]
-    checked_loaders(task, address)
+    checked_loaders(task, address, device)
     return {
         "weight_decay": task.weight_decay,
         "program": "loop",
@@ -249,7 +253,8 @@ def _notes(results: Results, log: costs.Log) -> list[str]:
             "(--lam-from, --lam-to, in the same folder) may find a better."
         )
     if sweep.stop:
-        notes.append(f"Stopping rule: {WORDS[sweep.stop]}. {log.saved()}")
+        together = f" {NEVER_ENDED}" if sweep.program not in ONE_BY_ONE else ""
+        notes.append(f"Stopping rule: {WORDS[sweep.stop]}. {log.saved()}{together}")
     return notes
 
 

@@ -87,8 +87,8 @@ def _brief(value: Any) -> str:
     return repr(value)
 
 
-def checked_loaders(task: LoaderTask, address: str) -> None:
-    """Try everything in a task on a batch of its training data.
+def checked_loaders(task: LoaderTask, address: str, device: str = "cpu") -> None:
+    """Try everything in a task on a batch of its training data, where it is to be trained.
 
     Raises:
         ValueError: something in the task raises, or returns what it should not.
@@ -107,7 +107,9 @@ def checked_loaders(task: LoaderTask, address: str) -> None:
         model = _call(address, "model", task.model)
         if not isinstance(model, nn.Module) or not list(model.parameters()):
             refuse("model", "return a network with parameters", repr(model))
-        here = moved(batch, torch.device("cpu"))
+        where = torch.device("cpu" if not on_cuda(device) else device.replace("auto", "cuda"))
+        _call(address, "model", model.to, where)
+        here = _call(address, "loaders", moved, batch, where)
         output, target = _call(address, "model", task.output_and_target, model, here)
         loss = _call(address, "loss", task.loss_of, output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -125,12 +127,17 @@ def choose_program(task: Task, data: Data, device: str) -> tuple[Kind, str]:
     why = why_not_stacked(task, data) or apart
     if why is None:
         return "stacked", ""
-    cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    cuda = device.startswith("cuda") or on_cuda(device)
     model = models.network(data.name, data, 0)
     scalars = any(p.ndim == 0 for p in model.parameters())
     if cuda and not apart and not scalars and models.why_not_together(model) is None:
         return "branches", why
     return "lone", why
+
+
+def on_cuda(device: str) -> bool:
+    """True if there is a CUDA device, and "auto" or a name asks for it."""
+    return (device == "auto" or device.startswith("cuda")) and torch.cuda.is_available()
 
 
 def why_not_stacked(task: Task, data: Data) -> str | None:

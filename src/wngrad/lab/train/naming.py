@@ -43,8 +43,21 @@ class Choice:
         """What makes the optimizer.
 
         Raises:
-            ValueError: it cannot be imported; in one line, with the package to install.
+            ValueError: it cannot be imported, or does not take a setting; in one line, with the
+                package to install or the setting that was meant.
         """
+        function = self._load()
+        taken = _parameters(function)
+        any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
+        for name in () if any_name or not taken else self.settings:
+            if name not in taken:
+                raise ValueError(
+                    f"lab: `optimizer` {self.name!r} has no setting {name!r}"
+                    f"{loader.did_you_mean(name, taken)}"
+                )
+        return function
+
+    def _load(self) -> Callable[..., Any]:
         try:
             return loader.load_callable(self.target, "optimizer", known())
         except ValueError as error:
@@ -57,10 +70,7 @@ class Choice:
 
     def default_lam(self) -> float | None:
         """The λ in its signature; None if there is none."""
-        try:
-            lr = inspect.signature(self.function()).parameters.get("lr")
-        except (TypeError, ValueError):
-            return None
+        lr = _parameters(self.function()).get("lr")
         number = lr is not None and type(lr.default) in (int, float) and lr.default > 0
         return float(lr.default) if lr is not None and number else None
 
@@ -116,6 +126,14 @@ def split(text: str) -> list[str]:
 
 def known() -> Iterable[str]:
     return (*OPTIMIZERS, *NAMED)
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Of a signature, by name; none if it cannot be read."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def _name(home: str, written: str) -> str:

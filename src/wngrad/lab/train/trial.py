@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from wngrad.lab.train import seeding
+from wngrad.lab.train.cuda_stats import StepMemory, synchronize
 from wngrad.lab.train.evaluation import evaluation, to_train
 from wngrad.lab.train.naming import parse
 from wngrad.lab.train.spec import Lane
@@ -46,6 +47,7 @@ class Trial:
         self.curves: dict[str, list[float]] = {}
         self.start: dict[str, float] = {}
         self.step_seconds: float | None = None
+        self.memory = StepMemory(self.device)
         self.after_report: Callable[[], None] = lambda: None
         self._objects: dict[str, Any] = {}
         self._saved: dict[str, Any] | None = None
@@ -148,6 +150,8 @@ class Trial:
             batches: inputs from the training data, for which `model(batch)` works: where the
                 tested weights are not the trained ones, they give batch normalization's statistics.
         """
+        synchronize(self.device)  # training that is still queued is not the test's
+        self.memory.end()
         self._test_began = time.perf_counter()
         many = None if batches is None else list(batches)
 
@@ -160,8 +164,10 @@ class Trial:
             with evaluation(model, self.optimizers, recompute if many else None):
                 yield
         finally:
+            synchronize(self.device)
             self._testing += self._test_time()
             self._test_began = None
+            self.memory.begin()
         if not self._told:
             self._tell()
 
@@ -171,6 +177,9 @@ class Trial:
 
     def _time(self, step: int, last: int) -> None:
         """Seconds of a step between two reports, the tests apart: the least, as others disturb."""
+        synchronize(self.device)
+        if self._test_began is None:
+            self.memory.end()
         testing = self._testing + self._test_time()
         spent = max(time.perf_counter() - self._since - testing, 0.0) / (step - last)
         self.step_seconds = min(spent, self.step_seconds or math.inf)

@@ -165,8 +165,8 @@ def run_pack(
     if not client.begin(pack):
         return {"how": "interrupted", "events": []}
     try:
-        from wngrad.lab.run import timing
         from wngrad.lab.run.session import Interrupted
+        from wngrad.lab.train.cuda_stats import free
 
         session = _session(text)
         node = f"{ray.util.get_node_ip_address()}, which joined later"
@@ -180,7 +180,7 @@ def run_pack(
             return {"how": "interrupted", "events": client.unsent()}
         finally:
             if session.device != "cpu":  # the worker lives on, and a GPU's memory is short
-                timing.free(session.device)
+                free(session.device)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         return {"how": "error", "text": " ".join(str(error).split()), "events": client.unsent()}
     return {"how": "finished", "events": client.unsent()}

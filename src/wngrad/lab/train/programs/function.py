@@ -32,6 +32,7 @@ class FunctionRun(Run):
     def advance(self, steps: int) -> None:
         """All of it: how many steps there are, only the function knows."""
         seeding.seed_all(self.trial.seed)
+        self.trial.memory.begin()
         self.task.train(self.trial)
         self._copy()
         if not self.trial.steps:
@@ -56,4 +57,4 @@ class FunctionRun(Run):
         self.curves = {name: [[v] for v in values] for name, values in trial.curves.items()}
         self.start = {name: [value] for name, value in trial.start.items()}
         self.step_seconds = trial.step_seconds
-        self.state_bytes = state_bytes(trial.optimizers)
+        self.state_bytes, self.peak_bytes = state_bytes(trial.optimizers), trial.memory.peak

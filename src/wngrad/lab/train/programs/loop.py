@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wngrad.lab.train.cuda_stats import StepMemory, synchronize
 from wngrad.lab.train.evaluation import evaluation, state_bytes, to_train
 from wngrad.lab.train.loader_task import LoaderTask
 from wngrad.lab.train.naming import parse
@@ -38,7 +39,7 @@ class LoopRun(Run):
         self.keeps_checkpoint = not task.epochs_fixed
         self.train, valid, test = task.data()
         self.sets = {"valid": valid, **({} if test is None else {"test": test})}
-        self.steps = task.steps_of(self.train)
+        self.steps, self.memory = task.steps_of(self.train), StepMemory(self.device)
         seed_all(self.lane.seed)
         self.model = task.model().to(self.device)
         self.params = [p for p in self.model.parameters() if p.requires_grad]
@@ -54,8 +55,11 @@ class LoopRun(Run):
         if self._batches is None:
             self._batches = self._opened()
         for _ in range(min(steps, self.steps - self.step)):
+            self.memory.begin()
             began = time.perf_counter()
             self._one_step(self._batches)
+            synchronize(self.device)
+            self.memory.end()
             self._note_time(time.perf_counter() - began)
         if self.step >= self.steps:
             self._end_epoch()
@@ -136,7 +140,7 @@ class LoopRun(Run):
         for name, values in {"train_loss": [train], **self._test()}.items():
             self.curves.setdefault(name, []).append(values)
         self.epoch, self.step, self.total, self.taken = self.epoch + 1, 0, 0.0, 0
-        self.state_bytes = state_bytes([self.opt])
+        self.state_bytes, self.peak_bytes = state_bytes([self.opt]), self.memory.peak
         self._stop_early()
 
     def _stop_early(self) -> None:
@@ -164,7 +168,7 @@ class LoopRun(Run):
         count = 0
         for batch in loader:
             here = moved(batch, self.device)
-            size = _size(here)
+            size = _size(here) or 1  # an object that holds no tensor we can see
             for name, value in self._measure(here).items():
                 sums[name] = sums.get(name, 0.0) + size * value
             count += size
@@ -222,8 +226,11 @@ def moved(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
         return {key: moved(value, device) for key, value in batch.items()}
+    if hasattr(batch, "to"):  # a class of its own, as a batch of graphs or a packed sequence
+        return batch.to(device)
     if isinstance(batch, (tuple, list)):
-        return [moved(value, device) for value in batch]
+        values = [moved(value, device) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else values
     return batch
 
 

@@ -25,6 +25,7 @@ class Run(ABC):
     keeps_checkpoint: bool = True  # it could go on, if more epochs were asked for
     step_seconds: float | None = None  # of one lane's training step; None: not known
     state_bytes: int | None = None  # of one lane's optimizer
+    peak_bytes: int | None = None  # of one lane's training step on CUDA
 
     def __init__(self, sweep: Sweep, pack: Pack) -> None:
         self.sweep, self.pack = sweep, pack
