@@ -140,6 +140,8 @@ def cases(draw, dtypes=tuple(SPACING), pers=PERS, nonfinites=NONFINITES):
         "average": draw(st.sampled_from([None, 8.0])),
     }
     kind = draw(st.sampled_from(KINDS if CUDA else [*KINDS, "matrix", "matrix"]))
+    if kind in ("vector", "matrix"):
+        options["finetune"] = draw(st.booleans())
     params = draw(st.lists(some, min_size=1, max_size=4))
     if kind == "matrix":
         options |= {"decoupled_weight_decay": True, "b_init": draw(st.sampled_from([10.0, 0.3]))}

@@ -63,6 +63,10 @@ class Gradient:
         self.model.load_state_dict(self._first[seed])
         self.model.train()
         self.total.zero_()
+        self.attach()
+
+    def attach(self) -> None:
+        """Give every parameter the gradient that the graph writes; none without a graph."""
         for p, grad in zip(self.params, self._grads, strict=bool(self._grads)):
             p.grad = grad
 

@@ -152,11 +152,14 @@ class MuonAdamW:
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The weights of all linear layers and convolutions but the last, and all other parameters."""
+    """The weights of all linear layers and convolutions but the last, and all other parameters.
+
+    Frozen ones are left out.
+    """
     layers = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, nn.Conv2d))]
-    hidden: list[Any] = [layer.weight for layer in layers[:-1]]
+    hidden: list[Any] = [layer.weight for layer in layers[:-1] if layer.weight.requires_grad]
     known = {id(p) for p in hidden}
-    return hidden, [p for p in model.parameters() if id(p) not in known]
+    return hidden, [p for p in model.parameters() if p.requires_grad and id(p) not in known]
 
 
 def _matrix(x: Tensor, param: Tensor) -> Tensor:

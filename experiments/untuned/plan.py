@@ -62,13 +62,17 @@ class Plan:
         runs = [run for part in self.parts for run in self._part(part, records)]
         return [run for run in dict.fromkeys(runs) if run not in records]
 
+    def first(self, runs: list[Run]) -> list[Run]:
+        """Those of the missing runs that come first: other lengths than a task's own are last."""
+        return [run for run in runs if run.steps == TASKS[run.task].steps] or runs
+
     def _part(self, part: str, records: Records) -> Iterable[Run]:
         for task in self.tasks:
             for method in self.methods:
                 for steps in lengths(task, method, part):
-                    yield from self._grid(task, method, steps, records)
+                    yield from self.grid(task, method, steps, records)
 
-    def _grid(self, task: Task, method: Method, steps: int, records: Records) -> list[Run]:
+    def grid(self, task: Task, method: Method, steps: int, records: Records) -> list[Run]:
         """All λ with all seeds; with `seeds_first` those that the records call for so far."""
 
         def runs(lams: Iterable[float], seeds: Iterable[int]) -> list[Run]:
@@ -126,10 +130,10 @@ def absent() -> list[str]:
 # --------------------------------------------------------------------------------- records
 
 
-def read(folder: Path) -> dict[Run, dict[str, Any]]:
+def read(folder: Path, names: Iterable[str] = tuple(TASKS)) -> dict[Run, dict[str, Any]]:
     """The records in a folder; a line that a killed call has left by half is passed over."""
     records = {}
-    for name in TASKS:
+    for name in names:
         path = folder / f"{name}.jsonl"
         for line in path.read_text().splitlines() if path.is_file() else ():
             try:

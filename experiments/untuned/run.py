@@ -11,17 +11,18 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from experiments.untuned.plan import Plan, Run, append, read
-from experiments.untuned.tasks import TASKS
 
 PATIENCE = 1.0  # seconds to wait for news before looking at the clock
 BROKEN = "CUDA error"
 KNOWN = Path("results/untuned")  # records that are never made again
+BENCH = "experiments.untuned.bench"  # a module with TASKS, METHODS and Trainer
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class Worker:
     folder: Path | None
     captured: str
     compiled: bool = True
+    bench: str = BENCH
     run: Run | None = None
     task: str = ""  # the one that it has in memory
     pipe: Connection[Any, Any] = field(init=False)
@@ -43,7 +45,7 @@ class Worker:
     def start(self) -> None:
         context = get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        settings = (theirs, self.device, self.folder, self.captured, self.compiled)
+        settings = (theirs, self.device, self.folder, self.captured, self.compiled, self.bench)
         # No daemon: those may have no children, and torch.compile has some.
         self.process = context.Process(target=serve, args=settings)
         self.process.start()
@@ -65,25 +67,26 @@ def serve(
     folder: Path | None,
     captured: Any,
     compiled: bool = True,
+    bench: str = BENCH,
 ) -> None:
     """What a worker does: a run for every one that comes, until nobody asks any more."""
     import torch
 
-    from experiments.untuned.methods import METHODS
-    from experiments.untuned.train import CaptureError, Trainer
+    from experiments.untuned.train import CaptureError
 
+    known = import_module(bench)
     torch.set_num_threads(1)
-    trainer: Trainer | None = None
+    trainer: Any = None
     with suppress(EOFError, ConnectionError):  # whoever asked is gone
         while run := pipe.recv():
             answer: Any
             try:
                 if trainer is None or trainer.task.name != run.task:
                     trainer = None  # its memory first
-                    task = TASKS[run.task]
+                    task = known.TASKS[run.task]
                     task = task if compiled else replace(task, compiled=False)
-                    trainer = Trainer(task, device, folder, captured=captured)
-                answer = trainer.run(METHODS[run.method], run.lam, run.seed, run.steps)
+                    trainer = known.Trainer(task, device, folder, captured=captured)
+                answer = trainer.run(known.METHODS[run.method], run.lam, run.seed, run.steps)
             except CaptureError as error:
                 answer = (_line(error),)
             except Exception as error:
@@ -109,6 +112,7 @@ class Runner:
         folder: of the data.
         captured: what becomes a CUDA graph, see `Trainer`.
         compiled: whether networks may be compiled first.
+        bench: the module whose tasks and methods are run.
         say: is handed lines for the user.
     """
 
@@ -124,16 +128,18 @@ class Runner:
         folder: Path | None = None,
         captured: str = "all",
         compiled: bool = True,
+        bench: str = BENCH,
         say: Callable[[str], None] = print,
     ) -> None:
         self.plan, self.out, self.say = plan, out, say
-        self.records = {**read(KNOWN), **read(out)}
+        self._tasks = import_module(bench).TASKS
+        self.records = {**(read(KNOWN) if bench == BENCH else {}), **read(out, self._tasks)}
         self.failed: set[Run] = set()
         self._broken: Counter[Run] = Counter()  # how often a run's process was
         self.until = time.monotonic() + limit if limit else float("inf")
         self._cpu_workers = cpu_workers
         devices = ["cuda"] * workers * (device == "cuda") + ["cpu"] * cpu_workers
-        self._new = [(device, folder, captured, compiled) for device in devices]
+        self._new = [(device, folder, captured, compiled, bench) for device in devices]
 
     def run(self) -> int:
         """Run what is missing; the number of runs that were recorded."""
@@ -159,20 +165,17 @@ class Runner:
 
     def _device(self, run: Run) -> str:
         gpu = any(device == "cuda" for device, *_ in self._new)
-        return "cuda" if gpu and (TASKS[run.task].cuda or not self._cpu_workers) else "cpu"
+        return "cuda" if gpu and (self._tasks[run.task].cuda or not self._cpu_workers) else "cpu"
 
     def _hand_out(self, workers: list[Worker]) -> None:
-        """Give every idle worker a run: of its own task, of one that nobody has, or any.
-
-        Other lengths than the task's own come last.
-        """
+        """Give every idle worker a run: of its own task, of one that nobody has, or any."""
         under_way = {worker.run for worker in workers}
         waiting = [run for run in self._missing() if run not in under_way]
         for worker in (worker for worker in workers if worker.run is None):
             runs = [run for run in waiting if self._device(run) == worker.device]
             if not runs:
                 continue
-            runs = [run for run in runs if run.steps == TASKS[run.task].steps] or runs
+            runs = self.plan.first(runs)
             crowd = Counter(other.task for other in workers if other is not worker and other.run)
             same = [run for run in runs if run.task == worker.task]
             run = same[0] if same else min(runs, key=lambda each: crowd[each.task])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from experiments.untuned.gradient import EAGER, Gradient, graph
 from experiments.untuned.methods import Method
-from experiments.untuned.tasks import Task
+from experiments.untuned.tasks import Split, Task
 
 POINTS = 40  # of a loss curve
 STATISTICS = 50  # batches from which the statistics of batch normalization are estimated again
@@ -64,11 +64,10 @@ class Trainer:
         marks = _marks(steps)
         curve, step_ms, optimizer_ms = self._train(method, opt, draws, marks)
         whole = len(curve) == len(marks) - 1
-        loss, accuracy = self._evaluate(opt, draws) if whole else (math.nan, None)
-        diverged = not math.isfinite(loss)
+        scores = self._evaluate(opt, draws) if whole else {"loss": math.nan, "accuracy": None}
+        diverged = not math.isfinite(scores["loss"] or 0.0)
         return {
-            "loss": None if diverged else loss,
-            "accuracy": None if diverged else accuracy,
+            **(dict.fromkeys(scores) if diverged else scores),
             "diverged": diverged,
             "curve": [[end, value] for end, value in zip(marks[1:], curve, strict=False)],
             "step_ms": _median(step_ms),
@@ -140,19 +139,28 @@ class Trainer:
         self.gradient.wait()
         return 1e3 * (time.perf_counter() - begun)
 
-    def _evaluate(self, opt: Any, draws: Tensor) -> tuple[float, float | None]:
+    def _evaluate(self, opt: Any, draws: Tensor) -> dict[str, float | None]:
         """Test loss and accuracy, at the point where the optimizer is meant to be evaluated."""
         gradient, model = self.gradient, self.gradient.model
-        x, y = gradient.split.test_x, gradient.split.test_y
-        size = self.task.batch if self.task.context else CHUNK
-        loss, hits = 0.0, 0.0
         model.eval()
         with torch.no_grad(), gradient.precision(), self._at_evaluation(opt, draws):
             model.eval()
-            for inputs, target in zip(torch.split(x, size), torch.split(y, size), strict=True):
-                output = model(inputs)
-                loss += self.task.loss(output, target).item() * len(target)
-                hits += (output.argmax(1) == target).float().mean().item() * len(target)
+            return self._scores()
+
+    def _scores(self) -> dict[str, float | None]:
+        """What the network reaches as it is now."""
+        loss, accuracy = self.score(self.gradient.split)
+        return {"loss": loss, "accuracy": accuracy}
+
+    def score(self, split: Split) -> tuple[float, float | None]:
+        """The network's loss and accuracy on test data."""
+        x, y, model = split.test_x, split.test_y, self.gradient.model
+        size = self.task.batch if self.task.context else CHUNK
+        loss, hits = 0.0, 0.0
+        for inputs, target in zip(torch.split(x, size), torch.split(y, size), strict=True):
+            output = model(inputs)
+            loss += self.task.loss(output, target).item() * len(target)
+            hits += (output.argmax(1) == target).float().mean().item() * len(target)
         return loss / len(y), None if self.task.context else hits / len(y)
 
     @contextmanager

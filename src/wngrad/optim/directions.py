@@ -65,6 +65,10 @@ class Direction:
         """What λ·d is multiplied by, for any number of blocks at once; None for 1."""
         return 1 / b
 
+    def neurons(self, shape: blocks.Shape) -> int:
+        """How many parts of a parameter have a u of about unit norm each: its entries."""
+        return math.prod(shape)
+
 
 @dataclass(frozen=True, slots=True)
 class Momentum(Direction):

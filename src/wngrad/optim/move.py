@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class Item:
     def kind(self) -> tuple[object, ...]:
         """What the rule and the move depend on."""
         unit, view, b = self.unit, self.view, self.view.b
-        how = view.direction, view.p.dtype, b.dtype, b.device
+        how = view.direction, view.norm is None, view.p.dtype, b.dtype, b.device
         return id(unit.settings), id(unit.lam), unit.hold, how
 
 
@@ -102,7 +103,7 @@ class Kind:
         if t is not None:
             t = t + 1 if live is None else torch.where(live, t + 1, t)
         factor = self._direction.factor(b.to(self._wide), self._new if t is None else t)
-        rates = None if factor is None else (factor * self._lam).to(b.dtype)
+        rates = None if factor is None else (factor * self._rate()).to(b.dtype)
         split_b = self._split(b)
         each = _Move(
             self._items,
@@ -127,6 +128,14 @@ class Kind:
     def _split(self, vector: Tensor) -> list[Tensor]:
         """A tensor for each view, of what was put end to end."""
         return lists.unflatten(vector, self._b)
+
+    def _rate(self) -> float | Tensor:
+        """λ, or λ in units of each parameter's norm, for every block."""
+        norms = [(item.view.norm, item.b) for item in self._items]
+        if norms[0][0] is None:
+            return self._lam
+        each = [cast(Tensor, norm).to(self._wide).expand(b.shape) for norm, b in norms]
+        return lists.flatten(each) * self._lam
 
     def _next_b(self, sq: Tensor, hold: bool) -> tuple[Tensor, Tensor]:
         """The new b of all blocks, and which of them are finite."""

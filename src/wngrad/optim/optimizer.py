@@ -159,7 +159,7 @@ class BlockOptimizer(Optimizer):
         before = {p: dict(its) for p, its in self.state.items()}
         try:
             for each in due:
-                state.make(each.group, each.p, self.state[each.p], each.shapes)
+                state.make(each.group, each.p, self.state[each.p], each.shapes, each.direction)
             self._update(due, settings)
         except BaseException:
             self.state.clear()
@@ -197,7 +197,8 @@ class BlockOptimizer(Optimizer):
             shares = its.shares and not hold
             alone = not shares or len(each.group["params"]) == 1
             averages = its.average is not None
-            member = view(p, self.state[p], each.direction, alone, averages)
+            relative = state.NORM in each.shapes
+            member = view(p, self.state[p], each.direction, alone, averages, relative)
             if shares and each.number in together:
                 together[each.number].members.append(member)
                 continue

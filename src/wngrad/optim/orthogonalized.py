@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from wngrad.optim import lists
+from wngrad.optim.blocks import Shape
 from wngrad.optim.directions import Buffers, Direction
 from wngrad.optim.matrices import Layout
 from wngrad.optim.orthogonal import orthogonalize_all
@@ -42,6 +43,11 @@ class Orthogonalized(Direction):
         """μ·m + (1−μ)·g, which is to be orthogonalized, and the new m: entry by entry."""
         m = lists.lerp(buffers["m"], g, 1 - self.mu)
         return lists.lerp(g, m, self.mu), {"m": m}
+
+    def neurons(self, shape: Shape) -> int:
+        """The rows of all its matrices."""
+        count, out, _ = self.layout.sizes(shape)
+        return count * out
 
     def moving_rows(self, g: Tensor) -> Tensor | None:
         """Which indices of dimension 0 move, to multiply u by; None for all of them."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from wngrad.optim import sharded
+from wngrad.optim.state import NORM
 
 
 class RateSummary(NamedTuple):
@@ -25,14 +26,13 @@ class RateSummary(NamedTuple):
 
 def rates(opt: Optimizer) -> dict[Tensor, Tensor]:
     groups = opt.param_groups
-    return {p: _rate(group, opt.state[p]["b"]) for group in groups for p in stepped(opt, group)}
+    return {p: _rate(group, opt.state[p]) for group in groups for p in stepped(opt, group)}
 
 
 def summarize(opt: Optimizer) -> list[RateSummary]:
     out = []
     for group in opt.param_groups:
-        each = [sharded.local(opt.state[p]["b"]) for p in stepped(opt, group)]
-        every = [_rate(group, b).flatten() for b in each]
+        every = [sharded.local(_rate(group, opt.state[p])).flatten() for p in stepped(opt, group)]
         flat = torch.cat([r.to(every[0].device) for r in every]) if every else torch.empty(0)
         flat = flat if flat.numel() else flat.new_full((1,), torch.nan)
         low, high = flat.nan_to_num(torch.inf).amin(), flat.nan_to_num(-torch.inf).amax()
@@ -45,9 +45,11 @@ def skipped(opt: Optimizer) -> int:
     return sum(skips_of(opt, group) for group in opt.param_groups)
 
 
-def _rate(group: dict[str, Any], b: Tensor) -> Tensor:
+def _rate(group: dict[str, Any], state: dict[str, Tensor]) -> Tensor:
     lam = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
-    return lam / torch.where(b == 0, torch.nan, b)
+    if group.get("finetune") and NORM in state:
+        lam = lam * state[NORM]
+    return lam / torch.where(state["b"] == 0, torch.nan, state["b"])
 
 
 def stepped(opt: Optimizer, group: dict[str, Any]) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """The state of a parameter: b, t, the direction's buffers and the count of skips.
 
 `b` and `skipped` have one entry per block, and so has WNAdam's `t`; WNGrad's `t` is one number, its
-count of steps. Buffers have the parameter's shape and dtype.
+count of steps, and `norm` another. Buffers have the parameter's shape and dtype.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wngrad.optim import blocks, sharded
+from wngrad.optim import blocks, sharded, start
 from wngrad.optim.directions import Direction
 
 Group = dict[str, Any]
@@ -21,6 +21,7 @@ Group = dict[str, Any]
 # Kept in these types whatever the parameter's dtype; all other state has the parameter's own.
 PER_BLOCK = ("b", "t", "skipped")
 AVERAGE = "average"  # of the parameter, in float32 or wider
+NORM = "norm"  # of the parameter's neurons before its first step, where λ is in units of that
 
 
 def shape_of(group: Group, i: int) -> blocks.Shape:
@@ -53,21 +54,34 @@ def wanted(group: Group, i: int, direction: Direction) -> dict[str, blocks.Shape
     buffers = direction.buffers
     if group["average"] is not None:
         buffers = (*buffers, AVERAGE)
-    return made(shape, per, buffers, direction.counts_blocks, group["nonfinite"] == "skip")
+    skips, relative = group["nonfinite"] == "skip", bool(group.get("finetune"))
+    return made(shape, per, buffers, direction.counts_blocks, skips, relative)
 
 
 def _wanted(
-    shape: blocks.Shape, per: Any, buffers: tuple[str, ...], counts_blocks: bool, skips: bool
+    shape: blocks.Shape,
+    per: Any,
+    buffers: tuple[str, ...],
+    counts_blocks: bool,
+    skips: bool,
+    relative: bool,
 ) -> dict[str, blocks.Shape]:
     b = per if isinstance(per, tuple) else blocks.named_shape(shape, per)
     keys = {"b": b, "t": b if counts_blocks else (), **dict.fromkeys(buffers, tuple(shape))}
-    return {**keys, "skipped": b} if skips else keys
+    keys |= {"skipped": b} if skips else {}
+    return {**keys, NORM: ()} if relative else keys
 
 
 _cached = lru_cache(maxsize=4096)(_wanted)
 
 
-def make(group: Group, p: Tensor, state: dict[str, Tensor], keys: dict[str, blocks.Shape]) -> None:
+def make(
+    group: Group,
+    p: Tensor,
+    state: dict[str, Tensor],
+    keys: dict[str, blocks.Shape],
+    direction: Direction,
+) -> None:
     """Add what the state lacks."""
     shape, dtype, one = keys["b"], _b_dtype_in(group, p), group["per"] == "model"
     for key in keys.keys() - state.keys():
@@ -80,6 +94,8 @@ def make(group: Group, p: Tensor, state: dict[str, Tensor], keys: dict[str, bloc
         elif key in PER_BLOCK:
             kind = torch.int32 if key == "skipped" else dtype
             state[key] = sharded.filled(p, shape, 0, kind, one=one)
+        elif key == NORM:
+            state[key] = start.norm(p, direction.neurons(p.shape))
         elif key == AVERAGE:
             state[key] = p.detach().to(dtype_of(group, key, p), copy=True)
         else:
@@ -90,6 +106,8 @@ def dtype_of(group: Group, key: str, p: Tensor, value: Tensor | None = None) -> 
     """The type in which a state is kept; of b and t, that of `value` where it is wider."""
     if key == "skipped":
         return torch.int32
+    if key == NORM:
+        return torch.float32
     if key in PER_BLOCK:
         count = key == "t" and value is not None and value.dim() == 0
         least = torch.float32 if count else _b_dtype_in(group, p)

@@ -16,7 +16,7 @@ from torch import Tensor
 from wngrad.optim import blocks, sharded
 from wngrad.optim.checks import Settings
 from wngrad.optim.directions import Direction
-from wngrad.optim.state import AVERAGE, PER_BLOCK
+from wngrad.optim.state import AVERAGE, NORM, PER_BLOCK
 
 
 @dataclass(slots=True)
@@ -32,6 +32,7 @@ class View:
     skipped: Tensor | None
     buffers: dict[str, Tensor]  # by name, of the parameter's shape
     groups: tuple[Any, ...]  # the process groups between whose ranks its blocks are cut
+    norm: Tensor | None = None  # by which λ is multiplied
     write_back: Callable[[], None] | None = None  # for what had to be copied out
     first: int = 0  # the number of its first element in the parameter
     counts: bool = True  # stores t where that is one number: once for all rows of a parameter
@@ -59,7 +60,12 @@ class SharedBlocks:
 
 
 def view(
-    param: Tensor, state: dict[str, Tensor], direction: Direction, alone: bool, averages: bool
+    param: Tensor,
+    state: dict[str, Tensor],
+    direction: Direction,
+    alone: bool,
+    averages: bool,
+    relative: bool,
 ) -> View:
     """The views of one parameter; `alone` if it shares its b with no other."""
     names = (*direction.buffers, AVERAGE) if averages else direction.buffers
@@ -83,7 +89,8 @@ def view(
         p, g, state = _large(p, shape), _large(g, shape), {**small, **large}
     buffers = {name: state[name] for name in names}
     skipped = state.get("skipped")
-    return View(param, direction, p, g, state["b"], state["t"], skipped, buffers, groups,
+    norm = state.get(NORM) if relative else None
+    return View(param, direction, p, g, state["b"], state["t"], skipped, buffers, groups, norm,
                 write_back)  # fmt: skip
 
 

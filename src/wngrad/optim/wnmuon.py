@@ -88,6 +88,7 @@ class WNMuon(BlockOptimizer):
         ("momentum", checks.fraction),
         ("role", _role),
         ("layout", _layout),
+        ("finetune", checks.flag),
     )
     other_defaults: ClassVar[checks.Options] = {
         "b_init": 10.0,
@@ -102,13 +103,14 @@ class WNMuon(BlockOptimizer):
         lr: float | Tensor = 0.3,
         *,
         momentum: float = 0.9,
+        finetune: bool = False,
         **settings: Unpack[checks.Options],
     ) -> None:
         if isinstance(params, nn.Module):
             params = matrix_groups(params)
             for group in params if "per" in settings else ():
                 del group["per"]
-        own = {"lr": lr, "momentum": momentum, "role": None, "layout": None}
+        own = {"lr": lr, "momentum": momentum, "role": None, "layout": None, "finetune": finetune}
         super().__init__(params, {**own, **settings})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ typedef struct {
 } Group;
 
 typedef struct {
-    int64_t p, b, buffer, rms, average, t, skipped;
+    int64_t p, b, buffer, rms, average, t, skipped, norm;
     double scale, log_beta2, old_rms, new_rms; /* of Adam's direction */
     int64_t length, group, hold, dense;
     int64_t sizes[4], strides[5][6]; /* of p, gradient, buffer, rms, average */
@@ -96,7 +96,7 @@ int level(void) {
 #endif
 
 typedef struct {
-    double lam, measured, log_mu, c, scale_u, log_beta2;
+    double lam, measured, rate, log_mu, c, scale_u, log_beta2;
     float sign, lam_, mu, rest, decay, keep, scale, eta, old_rms, new_rms;
     float t, unbiased, share; /* a step, and what depends on its number: see `count` */
 } Numbers;
@@ -134,6 +134,7 @@ static Numbers numbers(const Parameter *r, const Step *s) {
     Numbers k;
     k.lam = s->found_inf && *s->found_inf != 0 ? 0.0 : group->lam;
     k.measured = s->rated ? k.lam : 1;
+    k.rate = r->norm ? *(const float *)r->norm * k.lam : k.lam;
     k.log_mu = group->log_mu, k.c = group->c, k.scale_u = r->scale, k.log_beta2 = r->log_beta2;
     k.sign = s->proposed ? 1 : (float)group->sign;
     k.lam_ = (float)k.lam, k.mu = (float)group->mu;
@@ -327,7 +328,7 @@ static int store(const Parameter *r, int64_t row, float new, int finite, Numbers
         float t = ((float *)r->t)[row];
         factor /= 1 - exp2((t < 1 ? 1 : t) * k->log_mu);
     }
-    *rate = (float)(factor * k->lam);
+    *rate = (float)(factor * k->rate);
     return 1;
 }
 

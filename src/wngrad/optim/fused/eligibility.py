@@ -124,7 +124,8 @@ def why_not_now(optimizer: Stepper, unit: SharedBlocks, lr: Any) -> str | None:
 
 def _why_not(view: View, unit: SharedBlocks) -> str | None:
     g, buffers = cast(Tensor, view.param.grad), list(view.buffers.values())
-    small = [t for t in (view.b, view.t, view.skipped) if t is not None]
+    numbers = [t for t in (view.b, view.t, view.norm) if t is not None]
+    small = numbers if view.skipped is None else [*numbers, view.skipped]
     if view.groups:
         return "its blocks are cut between ranks"
     if g.layout != torch.strided:
@@ -140,7 +141,7 @@ def _why_not(view: View, unit: SharedBlocks) -> str | None:
     if unit.settings.nonfinite == "raise" and sharded.is_sharded(view.param):
         return "`nonfinite` is 'raise', on which its ranks must agree"
     device, counts = view.p.device, {torch.int32: view.skipped}
-    per_block = all(_readable(t, torch.float32, device) for t in (view.b, view.t))
+    per_block = all(_readable(t, torch.float32, device) for t in numbers)
     skips = all(t is None or _readable(t, dtype, device) for dtype, t in counts.items())
     large = all(
         t.dtype == (torch.float32 if name == AVERAGE else view.p.dtype) and t.device == device

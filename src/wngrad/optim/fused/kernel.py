@@ -29,7 +29,7 @@ def words(record: Any, *names: str) -> list[Any]:
 
 P, B, BUF, RMS, AVERAGE, *_ = words(TRITON_PARAMETER, "p", "b", "buffer", "rms", "average")
 T, SKIPPED, SCALE_U, LOG_BETA2, *_ = words(TRITON_PARAMETER, "t", "skipped", "scale", "log_beta2")
-OLD_RMS, NEW_RMS, *_ = words(TRITON_PARAMETER, "old_rms", "new_rms")
+OLD_RMS, NEW_RMS, NORM, *_ = words(TRITON_PARAMETER, "old_rms", "new_rms", "norm")
 LENGTH, ROWS, PIECES, PIECE, *_ = words(TRITON_PARAMETER, "length", "rows", "pieces", "piece")
 FIRST, SPAN, GROUP_NUMBER, HOLD, *_ = words(TRITON_PARAMETER, "first", "span", "group", "hold")
 PARTS, ROOM, WORDS = words(TRITON_PARAMETER, "sums", "room")
@@ -289,6 +289,7 @@ def _store(
     SKIP: tl.constexpr,
     LATCH: tl.constexpr,
     RATED: tl.constexpr,
+    RELATIVE: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
     """Store b, t and the skips of whole rows; return coefficients, the rows that move, their t."""
@@ -313,6 +314,8 @@ def _store(
     elif first:
         tl.store(t, tl.load(t) + tl.where(lam != 0, 1.0, 0.0))
     log_mu = real(tl.load(conf + LOG_MU))
+    if RELATIVE:
+        lam = lam * tl.load(tl.load(r + NORM).to(tl.pointer_type(tl.float32))).to(tl.float64)
     return coefficient(new, steps, lam, log_mu, METHOD), live, steps
 
 
@@ -347,9 +350,9 @@ def _tile(
     i, pid, rec, grads, conf, layouts, parts, coefs, scale, found,
     DTYPE: tl.constexpr, GDTYPE: tl.constexpr, METHOD: tl.constexpr, DECAY: tl.constexpr,
     MODE: tl.constexpr, SKIP: tl.constexpr, LATCH: tl.constexpr, ROUND: tl.constexpr,
-    RATED: tl.constexpr, AVERAGES: tl.constexpr, PROPOSED: tl.constexpr, SCALE: tl.constexpr,
-    FOUND: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, COLS: tl.constexpr,
-    WIDE: tl.constexpr, STRIDES: tl.constexpr,
+    RATED: tl.constexpr, AVERAGES: tl.constexpr, RELATIVE: tl.constexpr, PROPOSED: tl.constexpr,
+    SCALE: tl.constexpr, FOUND: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    COLS: tl.constexpr, WIDE: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
     R: tl.constexpr = min(TILE // COLS, TILE // ROOM_FOR_B)
     VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
@@ -415,7 +418,7 @@ def _tile(
                 opens = (pid == first) & (k == 0)
                 coef, live, steps = _store(
                     r, row, there, opens, held, sq, lam, conf,
-                    METHOD, SKIP, LATCH, RATED, COUNTED,
+                    METHOD, SKIP, LATCH, RATED, RELATIVE, COUNTED,
                 )  # fmt: skip
 
         if MODE != SUMS:
@@ -459,6 +462,7 @@ def step_tiles(
     ROUND: tl.constexpr,
     RATED: tl.constexpr,
     AVERAGES: tl.constexpr,
+    RELATIVE: tl.constexpr,
     PROPOSED: tl.constexpr,
     SCALE: tl.constexpr,
     FOUND: tl.constexpr,
@@ -476,7 +480,7 @@ def step_tiles(
                 _tile(
                     i, pid, rec, grads, conf, layouts, parts, coefs, scale, found,
                     DTYPE, GDTYPE, METHOD, DECAY, MODE, SKIP, LATCH, ROUND, RATED, AVERAGES,
-                    PROPOSED, SCALE, FOUND, TILE, STAGES,
+                    RELATIVE, PROPOSED, SCALE, FOUND, TILE, STAGES,
                     2 ** (k % 16), k < LOOSE, k >= STRIDED,
                 )  # fmt: skip
 

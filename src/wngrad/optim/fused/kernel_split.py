@@ -25,7 +25,7 @@ S_ROWS, S_RUN, S_RUNS, *_ = words(TRITON_SHARED, "rows", "run", "runs")
 S_MEMBER, S_MEMBERS, S_GROUP, *_ = words(TRITON_SHARED, "member", "members", "group")
 S_HOLD, S_PROGRAM, S_WORDS = words(TRITON_SHARED, "hold", "first_program")
 R_SUMS, R_COUNT, R_WORDS = words(TRITON_RUN, "sums", "count")
-M_B, M_T, M_SKIPPED, *_ = words(TRITON_MEMBER, "b", "t", "skipped")
+M_B, M_T, M_SKIPPED, M_NORM, *_ = words(TRITON_MEMBER, "b", "t", "skipped", "norm")
 M_ROOM, M_PRESENT, M_WORDS = words(TRITON_MEMBER, "room", "present")
 
 
@@ -44,6 +44,7 @@ def find_b(
     SKIP: tl.constexpr,
     LATCH: tl.constexpr,
     RATED: tl.constexpr,
+    RELATIVE: tl.constexpr,
     FOUND: tl.constexpr,
     CHECK: tl.constexpr,
     R: tl.constexpr,
@@ -76,7 +77,7 @@ def find_b(
         live = live & (new != 0)
     log_mu = real(tl.load(conf + LOG_MU))
     rows = (row, there, live, stored, skips)
-    _store_members(f, members, coefs, rows, new, lam, log_mu, METHOD, SKIP, WIDTH)
+    _store_members(f, members, coefs, rows, new, lam, log_mu, METHOD, SKIP, RELATIVE, WIDTH)
 
 
 @triton.jit
@@ -113,7 +114,7 @@ def _shared_b(f, members, row, there, R: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def _store_members(
     f, members, coefs, rows, new, lam, log_mu,
-    METHOD: tl.constexpr, SKIP: tl.constexpr, WIDTH: tl.constexpr,
+    METHOD: tl.constexpr, SKIP: tl.constexpr, RELATIVE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """b, t and skips of every member that is present, and the coefficients of its move."""
     row, there, live, stored, skips = rows
@@ -140,5 +141,9 @@ def _store_members(
             tl.store(counts + row[:, None], more, mask=inside & skips[:, None])
         room = tl.load(m + M_ROOM, mask=present, other=0)
         coef = coefs + (room + row[:, None]) * 2
-        tl.store(coef, coefficient(new[:, None], t, lam, log_mu, METHOD), mask=inside)
+        rate = lam
+        if RELATIVE:
+            norms = tl.load(m + M_NORM, mask=present, other=0).to(tl.pointer_type(tl.float32))
+            rate = lam * tl.load(norms, mask=present, other=0.0).to(tl.float64)
+        tl.store(coef, coefficient(new[:, None], t, rate, log_mu, METHOD), mask=inside)
         tl.store(coef + 1, live.to(tl.float32)[:, None] + span * 0.0, mask=inside)

@@ -25,7 +25,7 @@ class Unit(NamedTuple):
     def places(self, view: View) -> tuple[int, ...]:
         """Where a parameter and its state lie, and Adam's numbers, in the order of `records`."""
         p, _, *buffers = tensors(view)
-        places = map(address, (p, view.b, *buffers, view.t, view.skipped))
+        places = map(address, (p, view.b, *buffers, view.t, view.skipped, view.norm))
         return (*places, *map(bits, _adam(view)))
 
 
@@ -52,6 +52,7 @@ class Method(NamedTuple):
     checks_first: bool  # nonfinite="raise": all gradients are inspected before anything is written
     rated: bool  # λ is in the rule: b ← b + λ²‖u‖²/b
     averages: bool
+    relative: bool  # λ is in units of each parameter's norm
     proposed: torch.dtype | None  # of u in the gradient's place, which `fused.matrices` makes
 
 
@@ -71,6 +72,7 @@ def method(unit: SharedBlocks) -> Method:
         settings.nonfinite == "raise",
         direction.rate_in_rule,
         settings.average is not None,
+        view.norm is not None,
         view.g.dtype if direction.orthogonalizes else None,
     )
 

@@ -30,7 +30,7 @@ GROUP = _record("lam", "lam_kind", "mu", "log_mu", "weight_decay", "c", "sign", 
 NUMBER, FLOAT32, FLOAT64 = range(3)  # kinds of λ
 
 # Where a parameter and its state lie; 0 for what it has not.
-_PLACES = ("p", "b", "buffer", "rms", "average", "t", "skipped")
+_PLACES = ("p", "b", "buffer", "rms", "average", "t", "skipped", "norm")
 # Of Adam's direction, float64: u = scale·m̂/√v̂, log₂ β₂, and rms ← hypot(old_rms·rms, new_rms·g).
 _ADAM = ("scale", "log_beta2", "old_rms", "new_rms")
 # A strided layout: sizes of the second of two dimensions across blocks and of the last three of
@@ -51,7 +51,7 @@ TRITON_SHARED = _record(
     "rows", "run", "runs", "member", "members", "group", "hold", "first_program"
 )
 TRITON_RUN = _record("sums", "count")
-TRITON_MEMBER = _record("b", "t", "skipped", "room", "present")
+TRITON_MEMBER = _record("b", "t", "skipped", "norm", "room", "present")
 # A matrix to be orthogonalized: its momentum; which gradient it is in, and from which element on;
 # its size, and with padding; where its copies and its square companions lie; which sums are its.
 TRITON_MATRIX = _record(

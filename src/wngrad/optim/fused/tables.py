@@ -197,8 +197,10 @@ def _runs(members: list[_Member], rows: int) -> list[tuple[int, int]]:
 
 def _members(unit: Unit, members: list[_Member]) -> list[tuple[int, ...]]:
     """As in `records.TRITON_MEMBER`, those without a gradient at the end."""
-    present = [(*map(address, (m.view.b, m.view.t, m.view.skipped)), m.room, 1) for m in members]
-    absent = [(b.data_ptr(), 0, 0, 0, 0) for b in unit.shared.members_without_gradient]
+    views = [(m.view.b, m.view.t, m.view.skipped, m.view.norm) for m in members]
+    pairs = zip(members, views, strict=True)
+    present = [(*map(address, tensors), m.room, 1) for m, tensors in pairs]
+    absent = [(b.data_ptr(), 0, 0, 0, 0, 0) for b in unit.shared.members_without_gradient]
     return [*present, *absent]
 
 
