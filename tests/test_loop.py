@@ -254,6 +254,10 @@ def test_autocast_runs_the_network_in_bfloat16():
     assert kinds == {torch.bfloat16}
 
 
+def test_a_small_lambda_of_the_grid_is_not_warned_about():
+    run(PLAIN, optimizers=("wngrad",), lam=(1e-4,), epochs=60)  # more than 100 steps: warnings fail
+
+
 class Graphs:
     """A batch of a class of its own, as libraries for graphs have them."""
 

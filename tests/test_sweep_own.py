@@ -150,6 +150,7 @@ def test_the_time_and_the_memory_of_a_step_are_in_the_table(tmp_path):
         row = next(x for x in summary.splitlines() if x.startswith("| Adam"))
         step, state = row.split(" | ")[-4:-2]
         assert step.endswith(" ms"), row
+        assert ("as its reports count steps" in summary) == (name == "mine")
         # Two moments of a weight and a bias; torch keeps the number of steps of each, too.
         assert state in ("16 B", "24 B"), row
 

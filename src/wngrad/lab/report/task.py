@@ -110,20 +110,21 @@ class TaskReport(Report):
 
     def legend(self) -> str:
         results, grid, start = self.results, self.results.sweep.lam, self.results.start(self.by)
+        own = ", as its reports count steps" if results.sweep.program == "function" else ""
         before = "" if start is None else f" (here {start:.3g})"
         return (
             f"At {results.last()}, over {len(grid)} λ from {min(grid):.3g} to "
             f"{max(grid):.3g}; ± is one sample standard deviation over n = {results.seeds} seeds. "
             "Default λ: "
-            f"that of the optimizer's signature. Best λ: the lowest mean {results.label(self.by)} "
-            "among the λ at which no seed diverged. Sensitivity: the mean over the grid of "
-            f"min(loss, loss at the start{before}) − the optimizer's own best loss, so 0 means "
-            "that any λ of the grid will do. A λ is usable if it keeps all "
+            f"that of the optimizer's signature. Best λ: that of the grid with the lowest mean "
+            f"{results.label(self.by)}, no seed having diverged. Sensitivity: the mean over the "
+            f"grid of min(loss, loss at the start{before}) − the optimizer's own best loss, so 0 "
+            "means that any λ of the grid will do. A λ is usable if it keeps all "
             f"but {100 * WITHIN:g} % of what the best of all optimizers gains over the start; the "
             "decades are those around the optimizer's best λ, with Student's "
             f"{100 * LEVEL:g} % interval over the seeds; ≥: they reach an end of the grid. "
             "Recommended: the geometric middle of the usable range; –: no λ is usable. Step time: "
-            "the least wall time of a training step of one run alone. "
+            f"the least wall time of a training step of one run alone{own}. "
             f"{PEAK if self.log.has_peaks else ''}"
             "Optimizer state: what the optimizer keeps in memory beside parameters and gradients."
         )

@@ -5,7 +5,6 @@ The reference for the other programs, and the way for an optimizer that cannot b
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -19,7 +18,6 @@ from wngrad.lab.train.data import Data
 from wngrad.lab.train.naming import parse
 from wngrad.lab.train.programs.base import Program
 from wngrad.lab.train.spec import Lane, Pack, Sweep
-from wngrad.optim.hints import SmallRateWarning
 
 STATISTICS = 50  # batches to take batch statistics from
 
@@ -29,7 +27,6 @@ class Lone(Program):
 
     def __init__(self, sweep: Sweep, pack: Pack, data: Data, device: str | torch.device) -> None:
         super().__init__(sweep, pack, data, device)
-        warnings.filterwarnings("ignore", category=SmallRateWarning)  # A sweep has small λ, too.
         self.models = [self.network(lane.seed) for lane in pack.lanes]
         self.optimizers = [
             optimizer(lane, model, sweep.weight_decay)

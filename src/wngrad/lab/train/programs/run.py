@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 from wngrad.lab.train.spec import Pack, Sweep
+from wngrad.optim.hints import SmallRateWarning
 
 
 class Run(ABC):
@@ -29,6 +31,7 @@ class Run(ABC):
 
     def __init__(self, sweep: Sweep, pack: Pack) -> None:
         self.sweep, self.pack = sweep, pack
+        warnings.filterwarnings("ignore", category=SmallRateWarning)  # A sweep has small λ, too.
         self.curves, self.start, self.steps_reported = {}, {}, []
         # Called by a run whose `advance` is long, wherever it can be saved: it may raise.
         self.between: Callable[[], None] = lambda: None
