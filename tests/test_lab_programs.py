@@ -282,6 +282,15 @@ def test_on_cuda_a_captured_lane_is_the_lone_run(model: str) -> None:
 
 @pytest.mark.gpu
 @needs_cuda
+def test_on_cuda_a_network_normalized_by_kernels_is_the_lone_run(monkeypatch) -> None:
+    monkeypatch.setattr(Branches, "network_by", "kernels")
+    s, data = sweep(list(NETWORKS)[2], **FEW[Branches]), blobs((3, 8, 8))
+    ours, real = (steps(program(kind, s, data, "cuda"), 5) for kind in (Branches, Lone))
+    torch.testing.assert_close(ours.total, real.total, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@needs_cuda
 @pytest.mark.parametrize("kind", [Stacked, Branches])
 def test_on_cuda_a_program_goes_on_from_a_state(kind: type[Program]) -> None:
     s, data = sweep(), blobs((20,))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 WIDEST = 64  # channels of a tile: 128 bytes of bfloat16
-TALL = 32  # rows of a tile
-PROGRAMS = 256  # that add up a table; a GPU has half as many multiprocessors
+TALL = 64  # rows of a tile
+PROGRAMS = 512  # that add up a table: some for each multiprocessor of a GPU
 
 
 def norm(
@@ -129,11 +129,11 @@ class _Shape:
         rows = max(TALL, _power(-(-self.m * across // PROGRAMS)))
         self.parts = -(-self.m // rows)
         self.parts_grid = (self.parts, across)
-        self.part_tiles = {"ROWS": rows, "TALL": TALL, "WIDE": wide}
+        self.part_tiles = {"ROWS": rows, "TALL": TALL, "WIDE": wide, "num_warps": 8}
         self.channels_grid = (-(-self.c // 16),)
         self.sum_tiles = {"WIDE": 16, "PADDED": _power(self.parts)}
-        self.tiles = {"TALL": 4 * TALL, "WIDE": wide}
-        self.grid = (-(-self.m // (4 * TALL)), across)
+        self.tiles = {"TALL": TALL, "WIDE": wide}
+        self.grid = (-(-self.m // TALL), across)
         self.found = ((2, self.c), (self.c,), (self.c,))
 
     def sums(self) -> Tensor:
