@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from wngrad.lab.train.spec import ONE_BY_ONE, Sweep
 
@@ -38,8 +39,12 @@ def compiler_loading(sweep: Sweep, device: str) -> Iterator[None]:
 
 
 def _load(device: str) -> None:
+    """Compile next to nothing: most of the compiler is imported when it is first used."""
     import torch
 
-    with suppress(RuntimeError, AssertionError):  # whoever needs the device will say so
-        torch.zeros(1, device=device)
-    import torch._inductor.compile_fx
+    with suppress(Exception):  # whoever needs the device or the compiler will say so
+        torch.compile(_double, fullgraph=True, dynamic=False)(torch.zeros(1, device=device))
+
+
+def _double(x: Any) -> Any:
+    return x + x
