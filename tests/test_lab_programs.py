@@ -235,7 +235,9 @@ def test_what_cannot_be_stacked_is_told(layers: list[nn.Module], why: str) -> No
 
 def test_a_model_that_cannot_be_stacked_is_refused_by_name() -> None:
     s = sweep("test_lab_programs:narrow_resnet")
-    with pytest.raises(ValueError, match=r"`model` 'test_lab.*' cannot be stacked: it has a Batch"):
+    with pytest.raises(
+        ValueError, match=r"`model` 'test_lab.*' cannot be stacked: it has a NormReLU"
+    ):
         program(Stacked, s, blobs((3, 8, 8)))
 
 
@@ -280,6 +282,15 @@ def test_on_cuda_a_captured_lane_is_the_lone_run(model: str) -> None:
 
 @pytest.mark.gpu
 @needs_cuda
+def test_on_cuda_a_network_normalized_by_kernels_is_the_lone_run(monkeypatch) -> None:
+    monkeypatch.setattr(Branches, "network_by", "kernels")
+    s, data = sweep(list(NETWORKS)[2], **FEW[Branches]), blobs((3, 8, 8))
+    ours, real = (steps(program(kind, s, data, "cuda"), 5) for kind in (Branches, Lone))
+    torch.testing.assert_close(ours.total, real.total, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@needs_cuda
 @pytest.mark.parametrize("kind", [Stacked, Branches])
 def test_on_cuda_a_program_goes_on_from_a_state(kind: type[Program]) -> None:
     s, data = sweep(), blobs((20,))
@@ -292,6 +303,20 @@ def test_on_cuda_a_program_goes_on_from_a_state(kind: type[Program]) -> None:
     for name in METRICS:
         for a, b in zip(whole.curves[name], second.curves[name], strict=True):
             assert a == pytest.approx(b, rel=1e-4)
+
+
+def test_halved_weights_are_those_of_autocast_and_their_gradients_are_taken() -> None:
+    """Matrices are cast a table at a time, vectors are not; a step widens what it is given."""
+    s = sweep(list(NETWORKS)[2], optimizers=("wngrad",), lam=(0.03,), seeds=(0,))
+    lane, other = (program(Branches, s, blobs((3, 8, 8))).lanes[0] for _ in range(2))
+    halves = lane.weights(half=True)
+    for name, p in lane.params.items():
+        assert torch.equal(halves[name], p.bfloat16() if p.ndim > 1 else p)
+        assert halves[name].stride() == p.stride()
+    grads = [w.detach().clone() for w in halves.values()]  # as good as any
+    lane.update([g[None, None] for g in lane.rows(grads)])
+    other.update([g[None, None].float() for g in other.rows(grads)])
+    assert all(map(torch.equal, lane.params.values(), other.params.values()))
 
 
 def test_the_loss_of_an_untrained_lane_is_that_of_its_network() -> None:

@@ -52,7 +52,7 @@ def train(
         raise typer.Exit(outcome.status)
     if outcome.text:
         fail(outcome.text)
-    return outcome, watch.text()
+    return outcome, f"{watch.text()}; {watch.times()}"
 
 
 def plan(job: Job, ray: str | None, workers: int) -> NoReturn:

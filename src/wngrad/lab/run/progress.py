@@ -24,6 +24,7 @@ class Watch:
         self.diverged: dict[str, int] = {}
         self.failed: set[str] = set()  # lanes
         self.since: tuple[float, float] | None = None  # when training began, and what was done
+        self.spent = {"start": 0.0, "training": 0.0}  # seconds of all packs
         self.printed = 0.0  # when the last line was
         self.bar = _bar(Console(file=self.stream)) if self.stream.isatty() else None
         self.task = self.bar.add_task(name, total=None, text="starting") if self.bar else None
@@ -54,6 +55,8 @@ class Watch:
             if event["lane"] not in self.failed:
                 self._line(f"{event['lane']} failed: {event['reason']}")
             self.failed.add(event["lane"])
+        elif kind == "spent":
+            self.spent = {key: seconds + event[key] for key, seconds in self.spent.items()}
         elif kind == "warning":
             self._line(event["text"])
         self._show()
@@ -71,6 +74,10 @@ class Watch:
         if self.failed:
             parts.append(f"{len(self.failed)} failed")
         return " · ".join(parts)
+
+    def times(self) -> str:
+        """What the packs took until their first step, which is compilation, and from then on."""
+        return f"{self.spent['start']:.1f} s to start, {self.spent['training']:.1f} s of training"
 
     def _progress(self, event: dict[str, Any]) -> None:
         self.done[event["pack"]] = event["lanes"] * min(event["epochs"], self.epochs)

@@ -63,6 +63,7 @@ class Session:
     _peers: dict[Lane, Record] = field(init=False, default_factory=dict)
     _process: int = field(init=False, default_factory=os.getpid)
     _saved: float = field(init=False, default=0.0)  # when the run was last saved
+    _ready: float = field(init=False, default=0.0)  # when the first step was done
 
     def __post_init__(self) -> None:
         self.sweep = replace(self.sweep, precision=precision_on(self.device, self.sweep))
@@ -125,6 +126,9 @@ class Session:
         self.store.finish(pack)
         if not program.keeps_checkpoint:
             self.store.discard(pack)
+        spent = {"start": self._ready - began, "training": time.perf_counter() - self._ready}
+        spent = {key: round(seconds, 3) for key, seconds in spent.items()}
+        self.tell({"kind": "spent", "pack": pack.name, **spent})
         self.store.log(
             {
                 "pack": pack.name,
@@ -133,6 +137,7 @@ class Session:
                 **self._saved_time(program, first, time.perf_counter() - began),
                 "epochs": [first, program.epoch],
                 "seconds": round(time.perf_counter() - began, 3),
+                "start_seconds": spent["start"],  # until the first step: building, compiling
                 "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 **self.environment,
             }
@@ -179,7 +184,8 @@ class Session:
 
     def _train(self, program: Run) -> None:
         self._saved, steps = time.monotonic(), 1
-        program.between = lambda: self._reported(program)
+        self._ready = time.perf_counter()
+        program.between, first = (lambda: self._reported(program)), True
         while not program.finished:
             if self.stop():
                 self._save(program)
@@ -191,6 +197,8 @@ class Session:
             except _Lost as lost:
                 program.ended = str(lost)
             took = max(time.monotonic() - began, 1e-6)
+            if first:
+                self._ready, first = time.perf_counter(), False
             steps = max(1, min(2 * steps, int(steps * CHUNK_SECONDS / took)))
             self._tell_progress(program)
             self._save_if_due(program)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wngrad.lab.atomic import write_all
-from wngrad.lab.run import leftovers
+from wngrad.lab.run import compiling, leftovers
 from wngrad.lab.run.job import Event, Job, Tell
 from wngrad.lab.run.pool import SIGNALS
 
@@ -58,9 +58,12 @@ def open_session(job: Job, tell: Tell, stop: Callable[[], bool]) -> Session:
     device = job.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    compiling.keep_cache()
+    with compiling.compiler_loading(job.sweep, device):
+        data = _data(job.sweep.task, job.sweep.dataset, job.data)
     return Session(
         job.sweep,
-        _data(job.sweep.task, job.sweep.dataset, job.data),
+        data,
         Store(_absolute(job.out), warn=lambda text: tell({"kind": "warning", "text": text})),
         device=device,
         note=job.note,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from wngrad.lab.train.loader import load_callable
+from wngrad.lab.train.norm import NormReLU, norm
 
 if TYPE_CHECKING:
     from wngrad.lab.train.data import Data
@@ -66,16 +67,21 @@ class _Block(nn.Module):
             self.around = nn.Sequential(conv, nn.BatchNorm2d(after))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.relu(self.bn1(self.conv1(x)))
-        return torch.relu(self.bn2(self.conv2(y)) + self.around(x))
+        y = norm(self.bn1, self.conv1(x))
+        return norm(self.bn2, self.conv2(y), self._around(x))
+
+    def _around(self, x: Tensor) -> Tensor:
+        if isinstance(self.around, nn.Identity):
+            return x
+        conv, bn = cast(nn.Sequential, self.around)
+        return norm(cast(nn.BatchNorm2d, bn), conv(x), relu=False)
 
 
 def resnet18(shape: tuple[int, ...], classes: int, width: int = 64) -> nn.Module:
     """ResNet-18 (He et al., 2015) with the stem for small images: 3×3, no max-pool (Figure 3)."""
     layers: list[nn.Module] = [
         nn.Conv2d(shape[0], width, 3, padding=1, bias=False),
-        nn.BatchNorm2d(width),
-        nn.ReLU(),
+        NormReLU(width),
     ]
     before = width
     for level in range(4):

@@ -39,7 +39,9 @@ class Stack:
                 between.append([])
             else:
                 between[-1].append(layer)
-        self.between = [compiled(_Between(layers)) for layers in between]
+        biased = [False, *(layer.bias is not None for layer in self.products)]
+        pairs = zip(between, biased, strict=True)
+        self.between = [_between(layers, bias, compiled) for layers, bias in pairs]
         self.cut, self.fold = compiled(_cut), compiled(_fold)
 
     def __call__(self, weights: Sequence[Tensor], x: Tensor) -> Tensor:
@@ -117,6 +119,12 @@ class _Between:
             else:
                 h = layer(h)
         return h
+
+
+def _between(layers: list[nn.Module], bias: bool, compiled: Compiler) -> Any:
+    """What lies between two products; compiled, unless there is nothing to compute."""
+    computes = bias or any(not isinstance(layer, (nn.Flatten, nn.Identity)) for layer in layers)
+    return compiled(_Between(layers)) if computes else _Between(layers)
 
 
 class _Patches(torch.autograd.Function):

@@ -54,7 +54,7 @@ class Update:
         for name, part in self.runs:
             states = self.state[self._key(name, part)]
             for p, g, state in zip(self.params, grads, states, strict=True):
-                x, g_ = p[:, part], g[:, part]
+                x, g_ = p[:, part], g[:, part].to(p.dtype)
                 if self.weight_decay:
                     g_ = g_ + self.weight_decay * x
                 lam = self.lam[part].view(1, -1, *[1] * (p.ndim - 2))

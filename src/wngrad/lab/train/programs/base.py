@@ -23,6 +23,7 @@ from wngrad.lab.train.spec import Pack, Sweep
 from wngrad.lab.train.update import Update
 
 TEST_CHUNK = 1000  # examples evaluated at a time: bounds the memory of an evaluation
+Parts = Iterator[tuple[Tensor, Tensor, Any]]
 
 
 class Program(Run):
@@ -117,15 +118,15 @@ class Program(Run):
             row.copy_(torch.from_numpy(drawn[: row.numel()]))
         self.at.copy_(torch.arange(self.sweep.batch) + self.step * self.sweep.batch)
 
-    def test_chunks(self, totals: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Any]]:
+    def test_chunks(self, totals: Sequence[Tensor], size: int = TEST_CHUNK) -> Parts:
         """The validation and the test set, a part at a time, each with the totals it belongs to."""
         sets = [(self.valid_count, len(self.test_y))]
         if self.valid_count:
             sets.insert(0, (0, self.valid_count))
         each = len(totals) // len(sets)
         for k, (first, last) in enumerate(sets):
-            for at in range(first, last, TEST_CHUNK):
-                part = slice(at, min(at + TEST_CHUNK, last))
+            for at in range(first, last, size):
+                part = slice(at, min(at + size, last))
                 yield self.test_x[part], self.test_y[part], totals[k * each : (k + 1) * each]
 
     @abstractmethod
@@ -188,10 +189,13 @@ class Fused(Program):
         self.load(before)
         return graph
 
+    @property
+    def compiles(self) -> bool:
+        return self.device.type == "cuda"
+
     def compiled(self, work: Any) -> Any:
-        if self.device.type != "cuda":
-            return work
-        return torch.compile(work, fullgraph=True, dynamic=False)
+        """`work`, compiled where that pays; each shape and mode it is called in takes seconds."""
+        return torch.compile(work, fullgraph=True, dynamic=False) if self.compiles else work
 
     @abstractmethod
     def _one_step(self) -> None: ...

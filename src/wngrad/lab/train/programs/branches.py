@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.func import functional_call
 
 from wngrad.lab.train import models
 from wngrad.lab.train.data import Data
+from wngrad.lab.train.norm import by_kernels
 from wngrad.lab.train.objective import Sums
 from wngrad.lab.train.programs.base import Fused, copy_into, move
 from wngrad.lab.train.spec import Lane, Pack, Setting, Sweep
@@ -18,7 +19,12 @@ from wngrad.lab.train.update import Update
 
 
 class Branches(Fused):
-    """Each lane its own tensors: on CUDA, parallel branches of one graph."""
+    """Each lane its own tensors: on CUDA, parallel branches of one graph.
+
+    There a network is compiled, or it runs as it is, with batch normalization by our kernels.
+    """
+
+    network_by: Literal["compiler", "kernels"] = "compiler"
 
     def __init__(self, sweep: Sweep, pack: Pack, data: Data, device: str | torch.device) -> None:
         super().__init__(sweep, pack, data, device)
@@ -28,9 +34,11 @@ class Branches(Fused):
         self.train_x, self.test_x = (
             x.to(memory_format=layout) for x in (self.train_x, self.test_x)
         )
-        # One compilation serves every lane: its weights are arguments.
-        self._loss = self.compiled(self._training_loss)
-        self._sums_of = self.compiled(self._test_sums)
+        # One network, and one compilation of it, serves every lane: its weights are arguments.
+        self._loss, self._sums_of = self._training_loss, self._test_sums
+        if self.network_by == "compiler":
+            self._loss, self._sums_of = self.compiled(self._loss), self.compiled(self._sums_of)
+        by_kernels(self.lanes[0].model, self.network_by == "kernels")
         self._move = self.compiled(move)
         if self.device.type == "cuda":
             self.streams = [torch.cuda.Stream() for _ in self.lanes]  # type: ignore[no-untyped-call]
@@ -40,8 +48,9 @@ class Branches(Fused):
         for k, lane in self._in_parallel():
             batch = index[k // len(self.pack.settings)]
             x, y = self.train_x[batch], self.train_y[batch]
-            loss = self._loss(lane.params, lane.buffers, x, y)
-            grads = torch.autograd.grad(loss, list(lane.params.values()))
+            weights = lane.weights(self.half)
+            loss = self._loss(weights, lane.buffers, x, y)
+            grads = torch.autograd.grad(loss, list(weights.values()))
             self._move(lane.update, [g[None, None] for g in lane.rows(grads)])
             self.total[k] += loss.detach()
         self.at += self.sweep.batch
@@ -50,8 +59,9 @@ class Branches(Fused):
     def _evaluate(self) -> list[Tensor]:
         totals = self._totals()
         for k, lane in self._in_parallel():
+            weights = lane.weights(self.half)
             for x, y, its in self.test_chunks(totals):
-                sums = self._sums_of(lane.params, lane.buffers, x, y)
+                sums = self._sums_of(weights, lane.buffers, x, y)
                 for total, value in zip(its, sums, strict=True):
                     total[k] += value
         return totals
@@ -114,6 +124,18 @@ class _Branch:
         self.params = dict(zip(named, self._views(list(named.values()), tables), strict=True))
         setting = Setting(lane.optimizer, lane.lam)
         self.update = Update([t[None, None] for t in tables], [setting], program.sweep.weight_decay)
+
+    def weights(self, half: bool) -> dict[str, nn.Parameter]:
+        """The parameters as a step computes with them: matrices in bfloat16, if so asked.
+
+        As autocast would have them, but a table at a time, and their gradients stay half as long.
+        """
+        if not half:
+            return self.params
+        tables = [t.detach()[0, 0] for t in self.update.params]
+        halves = [t.bfloat16() if t.shape[1] > 1 else t for t in tables]
+        every = list(self.params.values())
+        return dict(zip(self.params, self._views(every, halves), strict=True))
 
     def rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """One table (rows, length) for each length, in the order of first appearance."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from wngrad.lab.train import models, stack
 from wngrad.lab.train.data import Data
-from wngrad.lab.train.programs.base import Fused, copy_into, move
+from wngrad.lab.train.programs.base import TEST_CHUNK, Fused, copy_into, move
 from wngrad.lab.train.spec import Pack, Sweep
 from wngrad.lab.train.update import Update
 
@@ -34,7 +34,6 @@ class Stacked(Fused):
         self.update = Update(params, pack.settings, sweep.weight_decay)
         self.params = [p.detach().requires_grad_() for p in params]  # the same memory
         self._loss = self.compiled(self.objective.lanes_mean)
-        self._sums_of = self.compiled(self.objective.lanes_sums)
         self._move = self.compiled(move)
 
     def _one_step(self) -> None:
@@ -49,12 +48,18 @@ class Stacked(Fused):
     @torch.no_grad()
     def _evaluate(self) -> list[Tensor]:
         seeds, totals = len(self.pack.seeds), self._totals()
-        for x, y, its in self.test_chunks(totals):
-            logits = self.stack(self.params, x.expand(seeds, *x.shape))
-            sums = self._sums_of(logits, y.expand(seeds, *y.shape))
+        for x, y, its in self.test_chunks(totals, self._test_size):
+            with torch.set_grad_enabled(self.compiles):  # as what was compiled for training
+                logits = self.stack(self.params, x.expand(seeds, *x.shape)).detach()
+            sums = self.objective.lanes_sums(logits, y.expand(seeds, *y.shape))
             for total, value in zip(its, sums, strict=True):
                 total += value
         return totals
+
+    @property
+    def _test_size(self) -> int:
+        """Examples at a time: what was compiled for the batches of training serves again."""
+        return self.sweep.batch if self.compiles else TEST_CHUNK
 
     def _lanes_state(self) -> Any:
         return self.update.tensors()

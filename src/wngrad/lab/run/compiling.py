@@ -1,0 +1,50 @@
+"""What makes a second start of a compiled program quick: a cache that lasts, and early imports."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from wngrad.lab.train.spec import ONE_BY_ONE, Sweep
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def keep_cache() -> None:
+    """Have torch keep what it compiles in the user's cache, and not where a reboot clears it.
+
+    Its entries are found by the program, the shapes, the device and the versions of torch and
+    Triton: a stale one is never used. Where the user has named a folder, that stays.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    os.environ.setdefault(CACHE, str(Path(home) / "wngrad" / "compiled"))
+
+
+@contextmanager
+def compiler_loading(sweep: Sweep, device: str) -> Iterator[None]:
+    """Load the compiler and wake the GPU in a thread, while the block loads the data."""
+    if not device.startswith("cuda") or sweep.program in ONE_BY_ONE:
+        yield
+        return
+    thread = threading.Thread(target=_load, args=(device,))
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()  # A run may fork, and must not do so beside an import.
+
+
+def _load(device: str) -> None:
+    """Compile next to nothing: most of the compiler is imported when it is first used."""
+    import torch
+
+    with suppress(Exception):  # whoever needs the device or the compiler will say so
+        torch.compile(_double, fullgraph=True, dynamic=False)(torch.zeros(1, device=device))
+
+
+def _double(x: Any) -> Any:
+    return x + x
