@@ -95,6 +95,7 @@ TABLE = [
     Row("wnadam-gradient plain", WNAdam, {**GRADIENT_SKIP, "fused": False}),
     Row("sign", from_the_docs(), {}),
     Row("wnmuon", WNMuon, {}),
+    Row("wnmuon-finetune", WNMuon, {"finetune": True}),
     Row("wngrad-average", WNGrad, {"average": 4.0, "momentum": 0.5}),
     Row("wnadam-decay", WNAdam, {"weight_decay": 0.1}),
     Row("wnadam-gradient", WNAdam, GRADIENT_SKIP),

@@ -7,6 +7,7 @@ import gc
 import json
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import release
 
 from conftest import TABLE, same, same_state
-from wngrad import WNAdam, WNGrad, neuron_groups, step_in_backward
+from wngrad import WNAdam, WNGrad, WNMuon, neuron_groups, step_in_backward
 from wngrad.conformance.distributed import on_ranks
 
 ROWS = [row for row in TABLE if row.options.get("per") != "model"]
@@ -617,3 +618,69 @@ def test_a_captured_backward_steps_in_every_replay():
         a.step()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------- a trainer's step_parameter(p, group, i)
+
+
+def hooked(model, opt):
+    """What trainers do that step inside backward: a hook for each parameter, as they write it."""
+    for group in opt.param_groups:
+        for i, p in enumerate(group["params"]):
+
+            def hook(p, group=group, i=i):
+                opt.step_parameter(p, group, i)
+                p.grad = None
+
+            p.register_post_accumulate_grad_hook(hook)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [WNGrad, WNAdam, WNMuon, partial(WNMuon, finetune=True), partial(WNGrad, momentum=0.9)],
+    ids=["wngrad", "wnadam", "wnmuon", "finetune", "momentum"],
+)
+def test_step_parameter_in_hooks_is_the_ordinary_step(make):
+    def run(inside):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2))
+        opt = make(model.parameters())
+        if inside:
+            hooked(model, opt)
+        for k in range(3):
+            x = torch.randn(5, 3, generator=torch.Generator().manual_seed(k))
+            model(x).square().sum().backward()
+            assert all(p.grad is None for p in model.parameters()) == inside
+            opt.step()
+            opt.zero_grad()
+            for group in opt.param_groups:  # as a scheduler does
+                group["lr"] *= 0.5
+        return model, opt
+
+    (one, opt), (other, inside) = run(False), run(True)
+    assert same(one, other)
+    assert same_state(opt, inside)
+
+
+def test_step_parameter_leaves_the_gradient_and_all_other_parameters_alone():
+    model = nn.Linear(3, 2)
+    opt = WNGrad(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    bias = model.bias.detach().clone()
+    opt.step_parameter(model.weight, opt.param_groups[0], 0)
+    assert model.weight.grad is not None
+    assert torch.equal(model.bias, bias)
+    assert list(opt.state) == [model.weight]
+
+
+def test_step_parameter_refuses_what_is_not_the_optimizers():
+    model = nn.Linear(3, 2)
+    opt = WNGrad(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    group = opt.param_groups[0]
+    for p, own, i in ((model.weight, group, 1), (model.weight, dict(group), 0)):
+        with pytest.raises(ValueError, match=r"WNGrad: `step_parameter` must be given one of"):
+            opt.step_parameter(p, own, i)
+    whole = WNGrad([model.weight], per="model")
+    with pytest.raises(ValueError, match="`per` must not be 'model'"):
+        whole.step_parameter(model.weight, whole.param_groups[0], 0)

@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from conftest import from_the_docs, network, train
-from wngrad import WNAdam, WNGrad, neuron_groups
+from wngrad import WNAdam, WNGrad, WNMuon, neuron_groups
 from wngrad.optim.hints import SmallRateWarning
 from wngrad.optim.loss_trend import trend, verdict
 
@@ -290,6 +290,15 @@ def test_a_rate_so_small_that_b_has_nothing_to_do_is_noticed_once(make, fused, l
 )
 def test_no_hint_where_the_rate_is_not_small_or_b_grows(options):
     small_steps(150, **options)  # A warning would be an error.
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+def test_a_trainers_rate_that_is_none_for_wnmuon_is_noticed_once(finetune):
+    """Scripts that always pass `lr` hand it 1e-4, at which nothing would move."""
+    with pytest.warns(SmallRateWarning, match=r"WNMuon: .* `lr` = 0.0001 .* use 0.3") as warned:
+        small_steps(300, WNMuon, 1e-4, finetune=finetune)
+    assert len(warned) == 1
+    small_steps(150, WNMuon, 0.003, finetune=finetune)  # A warning would be an error.
 
 
 def test_no_hint_in_a_warm_up():

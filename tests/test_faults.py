@@ -166,7 +166,7 @@ def test_n4_float32_stops_growing_at_4096():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [0.0, "denormal"])
 def test_n5_zero_and_denormal_first_gradients_latch_nothing(optimizer, dtype, size):
-    if size and optimizer.name in ("sign", "wnmuon"):
+    if size and optimizer.name.startswith(("sign", "wnmuon")):
         pytest.skip("a direction of unit size is no smaller for a small gradient")
     size = torch.finfo(dtype).tiny / 16 if size == "denormal" else size
     p = nn.Parameter(torch.randn(4, 3, dtype=dtype))

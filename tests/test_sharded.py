@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ CASES = {
     "model-adam": (WNAdam, {"per": "model"}),
     "groups": (WNGrad, "groups"),
     "muon": (WNMuon, "model"),
+    "finetune": (partial(WNMuon, finetune=True), "model"),
     "average": (WNGrad, {"average": 8.0}),
 }
 
@@ -120,7 +122,7 @@ def two_by_two() -> dict:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     results = {}
-    for name in ("neuron", "tensor", "model", "model-adam", "muon"):
+    for name in ("neuron", "tensor", "model", "model-adam", "muon", "finetune"):
         model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).double()
         for p in model.parameters():
             nn.init.normal_(p, generator=torch.Generator().manual_seed(p.numel()))
@@ -178,7 +180,9 @@ def four():
     return on_ranks(4, two_by_two)
 
 
-@pytest.mark.parametrize("name", ["neuron", "tensor", "model", "model-adam", "muon", "partial"])
+@pytest.mark.parametrize(
+    "name", ["neuron", "tensor", "model", "model-adam", "muon", "finetune", "partial"]
+)
 def test_fsdp_over_tensor_parallelism_is_plain_training(four, name):
     plain, sharded = four[name]
     for ours, theirs in zip(sharded, plain, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import posixpath
 import re
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import network, train
-from wngrad import WNAdam, WNGrad, neuron_groups, rate_metrics
+from wngrad import WNAdam, WNGrad, WNMuon, neuron_groups, rate_metrics, show_rates
 
 
 class MLflow:
@@ -198,3 +199,77 @@ def test_tensorboard_has_the_rates_of_every_step(tmp_path):
     for name in told[0]:
         kept = [(e.step, e.value) for e in events.Scalars(name)]
         assert kept == [(step, metrics[name]) for step, metrics in enumerate(told)]
+
+
+# ------------------------------------------------------------------- rates shown in the groups
+
+
+def train_on(opt, model, steps=1):
+    for _ in range(steps):
+        opt.zero_grad()
+        model(torch.ones(2, 3)).square().sum().backward()
+        opt.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"finetune": True}], ids=str)
+def test_groups_show_the_median_rate_and_what_it_is_a_multiple_of(options):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    opt = WNMuon(model, lr=0.25, **options)
+    show_rates(opt, every=1)
+    train_on(opt, model, 3)
+    for group, summary in zip(opt.param_groups, opt.rate_summary(), strict=True):
+        assert group["effective_lr"] == pytest.approx(summary.median.item())
+        assert group["d"] * group["lr"] == pytest.approx(group["effective_lr"])
+        assert group["lr"] == 0.25
+        assert {type(group[name]) for name in ("d", "effective_lr")} == {float}
+
+
+def test_a_scheduler_and_a_checkpoint_do_not_mind():
+    def run(shown):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 4)
+        opt = WNMuon(model)
+        schedule = torch.optim.lr_scheduler.LinearLR(opt, 0.1, total_iters=4)
+        if shown:
+            show_rates(opt, every=2)
+        for _ in range(3):
+            train_on(opt, model)
+            schedule.step()
+        again = WNMuon(model)
+        again.load_state_dict(opt.state_dict())
+        train_on(again, model, 2)
+        return model, [group["lr"] for group in opt.param_groups]
+
+    (one, rates), (other, theirs) = run(True), run(False)
+    assert all(map(torch.equal, one.parameters(), other.parameters()))
+    assert rates == theirs
+
+
+def test_rates_are_looked_at_as_often_as_was_said_until_the_handle_is_removed():
+    model, values = nn.Linear(3, 4), []
+    opt = WNMuon(model)
+    handle = show_rates(SimpleNamespace(optimizer=opt), every=3)
+    for _ in range(7):
+        train_on(opt, model)
+        values.append(opt.param_groups[0]["effective_lr"])
+    assert [a == b for a, b in pairwise(values)] == [True, True, False] * 2
+    handle.remove()
+    train_on(opt, model, 3)
+    assert opt.param_groups[0]["effective_lr"] == values[-1]
+
+
+def test_before_a_rate_is_known_nothing_is_shown():
+    model = nn.Linear(3, 4)
+    opt = WNGrad(model.parameters())
+    show_rates(opt)
+    opt.step()
+    assert "d" not in opt.param_groups[0]
+
+
+@pytest.mark.parametrize("every", [0, 1.5, True])
+def test_bad_arguments_of_show_rates_are_named(every):
+    with pytest.raises(ValueError, match="show_rates: `every` must be an int >= 1"):
+        show_rates(WNGrad(nn.Linear(2, 2).parameters()), every=every)
+    with pytest.raises(TypeError, match="show_rates: `opt` must be one of wngrad's, got SGD"):
+        show_rates(torch.optim.SGD(nn.Linear(2, 2).parameters()))

@@ -131,6 +131,7 @@ _PRODIGY, _DADAPT, _FREE = map(_package, ("prodigy", "dadapt-adam", "schedulefre
 _finetune = partial(ours, finetune=True)
 _nearest = partial(ours, finetune=True, stochastic_rounding=False)
 _plain = partial(ours, finetune=True, average=None)
+_still = partial(ours, finetune=True, weight_decay=0.0)
 _ONE, _GRID = (1.0,), half_decades(1e-3, 4)
 
 # fmt: off
@@ -141,6 +142,8 @@ METHODS: dict[str, FineTuner] = {method.name: method for method in (
               defaults=(RHO,)),
     FineTuner("matrices", "WNMuon, `finetune=True` for matrices alone", matrices_alone, (RHO,),
               "ours", captured=True, defaults=(RHO,)),
+    FineTuner("no-decay", "WNMuon, `finetune=True`, no decay", _still, (RHO,), "ours",
+              captured=True, defaults=(RHO,)),
     FineTuner("prodigy", "Prodigy", prodigy, _ONE, "tuned", decays=True, cosine=True,
               contestant=_PRODIGY, defaults=_ONE),
     FineTuner("prodigy-constant", "Prodigy, constant", prodigy, _ONE, "tuned",

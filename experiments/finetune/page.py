@@ -17,6 +17,7 @@ from wngrad.lab.report.markdown import table
 
 Key = tuple[str, str, float, int]  # a task, a method, λ and steps
 OURS = "finetune"
+_OURS = (OURS, METHODS[OURS].defaults[0])
 
 
 class Results:
@@ -53,6 +54,10 @@ class Results:
         ]
 
 
+def _texts(names: list[str]) -> list[str]:
+    return [name for name in names if TASKS[name].context]
+
+
 def _mode(task: Any) -> str:
     return f"{task.mode}{'-bf16' if task.half else ''}"
 
@@ -81,7 +86,7 @@ def write(out: Path, page: Path) -> list[Path]:
 
 def regions(results: Results) -> dict[str, list[str]]:
     """Every region's lines."""
-    middle = results.tasks(*MIDDLE)
+    middle = _texts(results.tasks(*MIDDLE))
     images = [name for name in results.tasks() if not TASKS[name].context]
     half = [name for name in results.tasks() if TASKS[name].half]
     rest = [n for n in results.tasks() if n not in (*middle, *images, *half)]
@@ -92,9 +97,9 @@ def regions(results: Results) -> dict[str, list[str]]:
         "forgetting": _losses(results, middle, "first_loss"),
         "curve": _curve(results, middle),
         "images": _losses(results, images),
-        "modes": _losses(results, rest),
+        "modes": _modes(results, rest),
         "bf16": _half(results, half),
-        **{f"steps-{n}": _losses(results, results.tasks(*MIDDLE, steps=n), steps=n)
+        **{f"steps-{n}": _losses(results, _texts(results.tasks(*MIDDLE, steps=n)), steps=n)
            for n in sorted(STEPS[1:])},
         "costs": _costs(results, middle),
         "runs": _runs(results),
@@ -133,7 +138,8 @@ def _before(results: Results, name: str, field: str) -> str:
     start = results.starts.get(TASKS[name].source)
     if start is None:
         return ""
-    return f" (before: {start['loss' if field == 'first_loss' else 'first_loss']:.3f})"
+    value = start.get("loss" if field == "first_loss" else "first_loss")
+    return "" if value is None else f" (before: {value:.3f})"
 
 
 def _text(results: Results, key: Key, field: str, rivals: list[tuple[str, float]]) -> str:
@@ -144,16 +150,24 @@ def _text(results: Results, key: Key, field: str, rivals: list[tuple[str, float]
         return "diverged"
     others = [results.value((key[0], *pair, key[3]), field) for pair in rivals]
     text = f"{value:.3f} (n = {len(results.cells[key])})"
-    best = value <= min(other for other in others if other is not None)
+    best = bool(others) and value <= min(other for other in others if other is not None)
     return f"**{text}**" if best else text
+
+
+def _modes(results: Results, names: list[str]) -> list[str]:
+    """The same with a line for each task, of which there are many."""
+    pairs = _defaults(results, names, STEPS[0])
+    rows = [
+        (name, *(_text(results, (name, *pair, STEPS[0]), "loss", pairs) for pair in pairs))
+        for name in names
+    ]
+    return table(("task", *(_label(*pair) for pair in pairs)), rows)
 
 
 def _tuned(results: Results, names: list[str]) -> list[str]:
     """The best λ of every method that has several, beside ours with nothing set."""
-    ours = (OURS, METHODS[OURS].defaults[0])
-    rows = [("WNMuon, `finetune=True`, nothing tuned",
-             *(_text(results, (name, *ours, STEPS[0]), "loss", [ours]).strip("*")
-               for name in names))]  # fmt: skip
+    first = [_text(results, (name, *_OURS, STEPS[0]), "loss", []) for name in names]
+    rows = [("WNMuon, `finetune=True`, nothing tuned", *first)]
     for method in (m for m in METHODS.values() if len(m.lams) > 1):
         keys = [results.best(name, method.name, STEPS[0]) for name in names]
         if any(keys):
@@ -200,33 +214,28 @@ def _half(results: Results, names: list[str]) -> list[str]:
 
 
 def _ranks(results: Results) -> list[str]:
-    """The mean rank at defaults over all tasks and lengths at which every method was run."""
-    groups: dict[tuple[str, float], list[float]] = {}
-    count = 0
+    """Mean ranks at defaults, where every rival was run: ours is ranked against rivals alone."""
+    ranks: dict[tuple[str, float], list[tuple[bool, int]]] = {}
+    every = _defaults(results, results.tasks(), STEPS[0])
+    rivals = [pair for pair in every if METHODS[pair[0]].part == "tuned"]
     for steps in sorted(STEPS):
-        for name in results.tasks(steps=steps):
-            pairs = _defaults(results, [name], steps)
-            if TASKS[name].half or len(pairs) < len(_every(results)):
+        for name in (n for n in results.tasks(steps=steps) if not TASKS[n].half):
+            costs = {pair: results.value((name, *pair, steps)) for pair in every}
+            if any(costs[pair] is None for pair in (*rivals, _OURS)):
                 continue
-            values = {pair: results.value((name, *pair, steps)) for pair in pairs}
-            costs = {
-                pair: v
-                for pair, v in values.items()
-                if v is not None and (pair[0] == OURS or METHODS[pair[0]].part != "ours")
-            }
-            count += 1
-            for pair, value in costs.items():
-                rank = 1 + sum(other < value for other in costs.values())
-                groups.setdefault(pair, []).append(rank)
-    rows = sorted((mean(ranks), len(ranks), pair) for pair, ranks in groups.items())
-    return table(
-        ("at its default", "mean rank", "cases"),
-        [(_label(*pair), f"{rank:.2f}", n) for rank, n, pair in rows],
-    )
-
-
-def _every(results: Results) -> list[tuple[str, float]]:
-    return _defaults(results, results.tasks(), STEPS[0])
+            for pair, cost in costs.items():
+                others = [*rivals, _OURS] if pair in rivals else rivals
+                if cost is not None:
+                    better = sum((costs[other] or 0.0) < cost for other in others)
+                    ranks.setdefault(pair, []).append((TASKS[name].context > 0, 1 + better))
+    rows = []
+    for pair, each in ranks.items():
+        parts = [each, [r for r in each if r[0]], [r for r in each if not r[0]]]
+        means = [mean(rank for _, rank in part) if part else 0.0 for part in parts]
+        cells = [f"{m:.1f} ({len(p)})" for m, p in zip(means, parts, strict=True)]
+        rows.append((means[0], (_label(*pair), *cells)))
+    heads = ("at its default", "mean rank (cases)", "texts", "images")
+    return table(heads, [row for _, row in sorted(rows)])
 
 
 def _costs(results: Results, names: list[str]) -> list[str]:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from wngrad.optim import polynomial_average as polynomial_average
     from wngrad.optim import step_in_backward as step_in_backward
     from wngrad.telemetry import rate_metrics as rate_metrics
+    from wngrad.telemetry import show_rates as show_rates
 
 __version__ = "0.1.0"
 
@@ -58,6 +59,7 @@ _HOMES = {
     "step_in_backward": "wngrad.optim",
     "lipschitz_b_init": "wngrad.optim",
     "rate_metrics": "wngrad.telemetry",
+    "show_rates": "wngrad.telemetry",
     "minimize": "wngrad.batch",
     "minimize_stochastic": "wngrad.batch",
     "gradient_descent": "wngrad.batch",

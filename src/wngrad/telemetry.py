@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from wngrad.optim.optimizer import BlockOptimizer
-from wngrad.optim.report import RateSummary, skips
+from wngrad.optim.report import RateSummary, skips, units
 
 
 def rate_metrics(opt: Any, prefix: str = "wngrad/") -> dict[str, float]:
@@ -64,6 +65,72 @@ def by_group(opt: Any) -> list[dict[str, float]]:
         {key: value for key in metrics if math.isfinite(value := next(numbers))}
         for metrics in measured
     ]
+
+
+def show_rates(opt: Any, *, every: int = 10) -> RemovableHandle:
+    """Write the rates in use into the groups, for trainers and plots that read them there.
+
+    `group["effective_lr"]` is the median of λ/b over the group's blocks, and `group["d"]` the same
+    without λ, as Prodigy's and D-Adaptation's users plot `d*lr`. `group["lr"]` stays what the user
+    or a scheduler has set. They are plain numbers: a checkpoint may keep them, and no step reads
+    them. No step waits for a device: on one, a number shows up some steps after it was asked for.
+
+    Args:
+        opt: WNGrad, WNAdam or WNMuon, or what Accelerate or Lightning wrapped around it.
+        every: how many steps go by between two looks.
+
+    Returns:
+        A handle with `remove()`.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> opt = WNGrad(model.parameters(), lr=0.5)
+        >>> handle = show_rates(opt)
+        >>> model(torch.ones(1, 3)).sum().backward()
+        >>> opt.step()
+        >>> group = opt.param_groups[0]  # b = 1 + λ²·3 for weights, 1 + λ²·1 for biases
+        >>> round(group["effective_lr"], 4), round(group["d"], 4), group["lr"]
+        (0.2857, 0.5714, 0.5)
+    """
+    opt = _unwrapped(opt)
+    if not isinstance(opt, BlockOptimizer):
+        raise TypeError(f"show_rates: `opt` must be one of wngrad's, got {type(opt).__name__}.")
+    if type(every) is not int or every < 1:
+        raise ValueError(f"show_rates: `every` must be an int >= 1, got {every!r}.")
+    return opt.register_step_post_hook(_Shown(every))
+
+
+class _Shown:
+    """The hook of `show_rates`: asks for medians, and writes those that have arrived."""
+
+    def __init__(self, every: int) -> None:
+        self._every, self._steps = every, 0
+        self._asked: tuple[Tensor, Any] | None = None  # on the host, and when they are there
+
+    def __call__(self, opt: Any, *_: Any) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        if self._steps % self._every == 0 and self._asked is None:
+            self._asked = _on_the_way([units(opt, group) for group in opt.param_groups])
+        self._steps += 1
+        if self._asked is not None and (self._asked[1] is None or self._asked[1].query()):
+            for group, d in zip(opt.param_groups, self._asked[0].tolist(), strict=False):
+                if math.isfinite(d):
+                    group["d"], group["effective_lr"] = d, d * float(group["lr"])
+            self._asked = None
+
+
+def _on_the_way(medians: list[Tensor]) -> tuple[Tensor, Any]:
+    """The numbers in the host's memory, and an event that says when; None: they are there."""
+    device = next((t.device for t in medians if t.is_cuda), None)
+    if device is None:
+        return torch.stack([t.cpu() for t in medians]), None
+    values = torch.stack([t.to(device, non_blocking=True) for t in medians])
+    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    there.copy_(values, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return there, event
 
 
 def _measured(

@@ -96,9 +96,15 @@ class _Part:
         vars(self._alone).update(vars(whole), _fused_engine=whole._engine.of_part())
 
     def __call__(self, _: Tensor) -> None:
-        """The hook: step, unless another's gradient is still to come."""
+        """The hook: step, unless another's gradient is still to come, and free the gradients."""
         if any(p.grad is None and p.requires_grad for p in self._all):
             return
+        self.take()
+        for p in self._all:
+            p.grad = None
+
+    def take(self) -> None:
+        """Step the members that have a gradient."""
         whole, alone = self._whole, self._alone
         group = whole.param_groups[self._number]
         if group is not self._group:  # A checkpoint was loaded, and all state is another.
@@ -108,14 +114,31 @@ class _Part:
         whole._settings(group)  # put right, if need be, in the optimizer's own group
         per = group["per"]
         shapes = [per[i] for i in self._members] if isinstance(per, list) else per
-        stepping = [p for p in self._all if p.grad is not None]
         known = [p for p in self._all if p.grad is not None or p in whole.state]
         alone.param_groups = [{**group, "params": self._all, "per": shapes}]
         alone.state = defaultdict(dict, {p: whole.state[p] for p in known})
         alone._take()
-        for p in stepping:
-            p.grad = None
         alone.state.clear()  # What is kept here would outlive the loading of a checkpoint.
+
+
+def step_parameter(optimizer: BlockOptimizer, p: Tensor, group: Group, i: int) -> None:
+    """The step of one parameter; see `BlockOptimizer.step_parameter`."""
+    numbers = [n for n, own in enumerate(optimizer.param_groups) if own is group]
+    owner = type(optimizer).__name__
+    if not numbers or not 0 <= i < len(group["params"]) or group["params"][i] is not p:
+        raise ValueError(
+            f"{owner}: `step_parameter` must be given one of the optimizer's groups and the place "
+            f"of `p` in it, got a parameter of shape {tuple(p.shape)} and i = {i!r}."
+        )
+    _refuse_scaler(optimizer)
+    if group["joint"]:
+        _refuse("`joint` must be False for a step of one parameter; use `step_in_backward`.")
+    parts: dict[tuple[int, int], _Part] = vars(optimizer).setdefault("_single_parts", {})
+    part = parts.get((numbers[0], i))
+    if part is None:
+        _check_places(optimizer, group)
+        part = parts[numbers[0], i] = _Part(optimizer, numbers[0], [i])
+    part.take()
 
 
 def _parts(optimizer: BlockOptimizer) -> Iterator[_Part]:

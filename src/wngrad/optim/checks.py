@@ -340,6 +340,13 @@ _INSTEAD = {  # of arguments that torch's optimizers take
     "capturable": "leave it out, since any step can be captured in a CUDA graph",
     "lr_decay": "leave it out, since b decreases the rate",
     "initial_accumulator_value": "use `b_init`",
+    # and that learning-rate-free ones take
+    "decouple": "use `decoupled_weight_decay`",
+    "d0": "leave it out, since there is no distance to find",
+    "d_coef": "use `lr`",
+    "use_bias_correction": "leave it out, since means are unbiased already",
+    "safeguard_warmup": "leave it out, since a warm-up may multiply `lr` as it likes",
+    "warmup_steps": "leave it out, or use a scheduler",
 }
 
 

@@ -1,4 +1,4 @@
-"""A hint that is given once: λ is so small that b has nothing to do."""
+"""A hint that is given once: λ is so small that b has nothing to do, or nothing moves."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ _SMALL = 1e-2  # of λ = 1, at which b₁ is the only limit of the first step
 _STILL = 1.1  # b that has grown less than this many times does not limit the rate
 
 
+_SHORT = 1e-3  # of λ where the rule does not see it: steps 300 times shorter than the default's
+
+
 class SmallRateWarning(UserWarning):
-    """λ is so small that WNGrad is plain gradient descent at that rate."""
+    """λ is so small that WNGrad is plain gradient descent at that rate, or WNMuon stands still."""
 
 
 def small_rate(opt: Optimizer) -> None:
@@ -25,6 +28,15 @@ def small_rate(opt: Optimizer) -> None:
         return  # It must not wait.
     for group in opt.param_groups:
         lam = _largest(group)
+        if 0 < lam <= _SHORT and not _in_rule(opt, group):
+            warnings.warn(
+                f"{type(opt).__name__}: in {AFTER} steps at `lr` = {lam:g} hardly anything has "
+                f"moved. `lr` is the length of a step in units of a neuron, not a learning rate as "
+                f"Adam's: use 0.3, the default, whatever your trainer's is.",
+                SmallRateWarning,
+                stacklevel=5,
+            )
+            return
         if 0 < lam <= _SMALL and diagnosis.is_still(opt, group, _STILL):
             warnings.warn(
                 f"{type(opt).__name__}: in {AFTER} steps at `lr` = {lam:g} b has hardly grown, so "
@@ -34,6 +46,10 @@ def small_rate(opt: Optimizer) -> None:
                 stacklevel=5,
             )
             return
+
+
+def _in_rule(opt: Any, group: dict[str, Any]) -> bool:
+    return all(opt.direction(group, p).rate_in_rule for p in group["params"])
 
 
 def _largest(group: dict[str, Any]) -> float:

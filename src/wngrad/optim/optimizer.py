@@ -119,6 +119,20 @@ class BlockOptimizer(Optimizer):
             scaling.unscale((p for group in self.param_groups for p in group["params"]), scale)
         return loss
 
+    def step_parameter(self, p: Tensor, group: Group, i: int) -> None:
+        """The step of one parameter, for trainers that call it inside backward.
+
+        The same as in `step`, bit for bit. It leaves the gradient, which the trainer frees;
+        `step_in_backward` asks less of a loop.
+
+        Args:
+            group: the one of `param_groups` that holds `p`, at place `i` of its "params".
+        """
+        from wngrad.optim import backward  # which imports this module
+
+        if p.grad is not None:
+            backward.step_parameter(self, p, group, i)
+
     def _take(self) -> None:
         """The step itself, with the gradients there are."""
         engine, owner, own = self._engine, self._owner, self.own_settings

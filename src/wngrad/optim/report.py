@@ -41,6 +41,17 @@ def summarize(opt: Optimizer) -> list[RateSummary]:
     return out
 
 
+def units(opt: Optimizer, group: dict[str, Any]) -> Tensor:
+    """The median of a group's effective rates without λ; NaN where none is known."""
+    every = [
+        sharded.local(_rate({**group, "lr": 1.0}, opt.state[p])).flatten()
+        for p in stepped(opt, group)
+    ]
+    if not every:
+        return torch.tensor(torch.nan)
+    return torch.cat([rate.to(every[0].device) for rate in every]).float().nanmedian()
+
+
 def skipped(opt: Optimizer) -> int:
     return sum(skips_of(opt, group) for group in opt.param_groups)
 
