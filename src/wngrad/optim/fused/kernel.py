@@ -44,6 +44,7 @@ NONE, COUPLED, DECOUPLED, BY_RATE = (tl.constexpr(decay.value) for decay in Deca
 # A tile's shape is its kind: 2^kind columns, and as many rows as the tile holds. Then whether
 # loads can be 16 bytes wide, or need an address for each element.
 LOOSE, STRIDED, KINDS_END = map(tl.constexpr, (16, 32, 48))
+STAYS = tl.constexpr(-1.0)  # in the place of what is kept of a row's buffer: it does not move
 ROOM_FOR_B = tl.constexpr(16)  # elements: a row brings a b, and its float64 arithmetic
 _FLOOR = tl.constexpr(2.0**-103)  # float32's smallest normal number over its ε: see `guarded_b`
 
@@ -92,21 +93,27 @@ def next_b(b, sq, lam, c, hold, LATCH: tl.constexpr, RATED: tl.constexpr):
 
 
 @triton.jit
-def coefficient(b, t, lam, log_mu, METHOD: tl.constexpr):
-    """λ/b_j; for Algorithm 4, over 1 − βᵗ as well; with momentum 1/b_j, by which g enters."""
+def coefficients(before, b, lam, mu, METHOD: tl.constexpr):
+    """λ/b_j, by which g is multiplied, and what is kept of the buffer.
+
+    By momentum and Algorithm 4 the buffer holds steps, each with the λ of its own. Of Algorithm 4
+    they are (1 − β)·λ/b_j and β·b_{j-1}/b_j.
+    """
     b = tl.where(b == 0, 1.0, b).to(tl.float64)  # where there is no b yet nothing is written
-    factor = 1 / b
+    factor, kept = 1 / b, mu
     if METHOD == RUNNING_MEAN:
-        factor = factor / (1 - tl.exp2(tl.maximum(t, 1.0).to(tl.float64) * log_mu))
-    if METHOD != MOMENTUM:
-        factor = factor * lam
-    return factor.to(tl.float32)
+        factor, kept = (1 - mu) / b, mu * (before.to(tl.float64) / b)
+    return (factor * lam).to(tl.float32), (kept + 0 * b).to(tl.float32)
 
 
 @triton.jit
 def _unbiased(r, t, log_mu, METHOD: tl.constexpr):
-    """Adam's scale·√(1 − β₂ᵗ)/(1 − βᵗ), by which a row's m/√v is multiplied in its step t."""
+    """What a row's direction is multiplied by in its step t: Algorithm 4's 1/(1 − βᵗ) or, for
+    m/√v, Adam's scale·√(1 − β₂ᵗ)/(1 − βᵗ).
+    """
     factor = t
+    if METHOD == RUNNING_MEAN:
+        factor = (1 / (1 - tl.exp2(t.to(tl.float64) * log_mu))).to(tl.float32)
     if METHOD == ADAM:
         wide, log_beta2 = t.to(tl.float64), real(tl.load(r + LOG_BETA2))
         ratio = tl.sqrt(1 - tl.exp2(wide * log_beta2)) / (1 - tl.exp2(wide * log_mu))
@@ -191,15 +198,15 @@ def _gradient(was, numbers, DECAY: tl.constexpr):
     """The gradient the rule sees: unscaled, of −f if maximizing, with coupled decay in it."""
     g = was[1].to(tl.float32) * numbers[0]
     if DECAY == COUPLED:
-        g = tl.fma(numbers[3], was[0].to(tl.float32), g)
+        g = tl.fma(numbers[1], was[0].to(tl.float32), g)
     return g
 
 
 @triton.jit
 def _adam(was, g, unbiased, numbers):
     """u = scale·m̂/√v̂, and m and √v as they will be."""
-    m = _lerp(was[2].to(tl.float32), g, numbers[5])  # m ← β₁·m + (1−β₁)·g
-    old, new = numbers[7] * was[3].to(tl.float32), numbers[8] * g
+    m = _lerp(was[2].to(tl.float32), g, numbers[3])  # m ← β₁·m + (1−β₁)·g
+    old, new = numbers[5] * was[3].to(tl.float32), numbers[6] * g
     a, b = old.to(tl.float64), new.to(tl.float64)
     endless = (tl.abs(old) == float("inf")) | (tl.abs(new) == float("inf"))
     rms = tl.where(endless, float("inf"), tl.sqrt(a * a + b * b)).to(tl.float32)
@@ -236,8 +243,8 @@ def _write(
     differently for a parameter alone and among others.
     """
     x, buf = was[0].to(tl.float32), was[2].to(tl.float32)
-    coef, unbiased, share = of_row
-    factor, lam, mu, decay, keep, rest, eta, old, new = numbers
+    coef, kept, unbiased, share = of_row
+    decay, keep = numbers[1], numbers[2]
     g = _gradient(was, numbers, DECAY)
     if DECAY == DECOUPLED:
         x = x * keep  # x ← x·(1 − λ·w)
@@ -249,12 +256,9 @@ def _write(
         u, buf, rms = _adam(was, g, unbiased, numbers)
         x = tl.fma(-coef, u, x)
         tl.store(was[7], rms.to(DTYPE), mask=inside, eviction_policy="evict_first")
-    elif METHOD == MOMENTUM:
-        buf = tl.fma(mu, buf, g * coef)  # buf ← μ·buf + g/b_j
-        x = tl.fma(-lam, buf, x)
     else:
-        buf = tl.fma(mu, buf, rest * g)  # ĝ_j ← β ĝ_{j-1} + (1−β) g
-        x = tl.fma(-coef, buf, x)
+        buf = tl.fma(g, coef, kept * buf)  # v ← kept·v + λ·entering·g
+        x = x - buf if METHOD == MOMENTUM else tl.fma(-unbiased, buf, x)
     if AVERAGES:  # x̄ ← x̄ + (η+1)/(k+η)·(x − x̄)
         mean = _lerp(was[4], x, share)
         tl.store(was[8], mean, mask=inside, eviction_policy="evict_first")
@@ -291,7 +295,7 @@ def _store(
     RATED: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """Store b, t and the skips of whole rows; return coefficients, the rows that move, their t."""
+    """Store b, t and skips of whole rows; return coefficients, the rows that move, their t."""
     bs = tl.load(r + B).to(tl.pointer_type(tl.float32)) + row
     t = tl.load(r + T).to(tl.pointer_type(tl.float32))
     c, hold = real(tl.load(conf + C)), tl.load(r + HOLD) != 0
@@ -312,23 +316,23 @@ def _store(
         steps = tl.load(t + row * 0, mask=there, other=0.0)
     elif first:
         tl.store(t, tl.load(t) + tl.where(lam != 0, 1.0, 0.0))
-    log_mu = real(tl.load(conf + LOG_MU))
-    return coefficient(new, steps, lam, log_mu, METHOD), live, steps
+    coef, kept = coefficients(held[0], new, lam, real(tl.load(conf + MU)), METHOD)
+    return coef, kept, live, steps
 
 
 @triton.jit
-def _coefficients(r, coefs, row, there, METHOD: tl.constexpr):
+def _found_coefficients(r, coefs, row, there, METHOD: tl.constexpr):
     """What `kernel_split.find_b` has left for rows: coefficients, the rows that move, their t."""
     spot = coefs + (tl.load(r + ROOM) + row) * 2
-    coef = tl.load(spot, mask=there, other=0.0)
-    live = there & (tl.load(spot + 1, mask=there, other=0.0) != 0)
+    coef, kept = tl.load(spot, mask=there, other=0.0), tl.load(spot + 1, mask=there, other=STAYS)
+    live = there & (kept != STAYS)
     t = tl.load(r + T).to(tl.pointer_type(tl.float32)) + row * (METHOD >= RUNNING_MEAN)
-    return coef, live, tl.load(t, mask=there, other=0.0)
+    return coef, kept, live, tl.load(t, mask=there, other=0.0)
 
 
 @triton.jit
 def _numbers(r, conf, lam, scale, SCALE: tl.constexpr, PROPOSED: tl.constexpr):
-    """In float32: what gradients are multiplied by, λ, μ, decay, 1 − λ·decay, 1 − μ, η, Adam's."""
+    """In float32: what gradients are multiplied by, decay, 1 − λ·decay, 1 − μ, η, Adam's."""
     factor, mu = real(tl.load(conf + SIGN)).to(tl.float32), real(tl.load(conf + MU))
     if PROPOSED:
         factor = factor * factor  # 1: the sign is in u already
@@ -336,10 +340,9 @@ def _numbers(r, conf, lam, scale, SCALE: tl.constexpr, PROPOSED: tl.constexpr):
     if SCALE:
         factor = factor / tl.load(scale)
     keep, rest = (1 - lam * decay).to(tl.float32), (1 - mu).to(tl.float32)
-    lam, mu, decay = lam.to(tl.float32), mu.to(tl.float32), decay.to(tl.float32)
     eta = real(tl.load(conf + ETA)).to(tl.float32)
     old, new = real(tl.load(r + OLD_RMS)), real(tl.load(r + NEW_RMS))
-    return factor, lam, mu, decay, keep, rest, eta, old.to(tl.float32), new.to(tl.float32)
+    return factor, decay.to(tl.float32), keep, rest, eta, old.to(tl.float32), new.to(tl.float32)
 
 
 @triton.jit
@@ -399,7 +402,7 @@ def _tile(
         was = _read(at, here, cols, inside, layout, METHOD, AVERAGES, STRIDES, False)
 
         if MODE == MOVES:
-            coef, live, steps = _coefficients(r, coefs, row, there, METHOD)
+            coef, kept, live, steps = _found_coefficients(r, coefs, row, there, METHOD)
             unbiased = _unbiased(r, tl.maximum(steps, 1.0), log_mu, METHOD)[:, None]
         else:
             squares = _squares(was, unbiased, numbers, METHOD, DECAY)
@@ -413,16 +416,16 @@ def _tile(
                 tl.store(parts + tl.load(r + PARTS) + rows, sq, mask=there)
             else:
                 opens = (pid == first) & (k == 0)
-                coef, live, steps = _store(
+                coef, kept, live, steps = _store(
                     r, row, there, opens, held, sq, lam, conf,
                     METHOD, SKIP, LATCH, RATED, COUNTED,
                 )  # fmt: skip
 
         if MODE != SUMS:
             on = live[:, None]
-            coef, steps = coef[:, None], steps[:, None]
-            share = (numbers[6] + 1) / (steps + numbers[6])
-            of_row = (coef, unbiased, share)
+            coef, kept, steps = coef[:, None], kept[:, None], steps[:, None]
+            share = (numbers[4] + 1) / (steps + numbers[4])
+            of_row = (coef, kept, unbiased, share)
             seed = start[:, None].to(tl.uint32) * 0x9E3779B1 + steps.to(tl.uint32) * 0x85EBCA77
             _write(
                 was, cols, inside & on, of_row, seed, numbers,
