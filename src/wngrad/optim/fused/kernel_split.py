@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from wngrad.optim.fused.kernel import (
+from wngrad.optim.fused.kernel_rule import (
     MU,
     RUNNING_MEAN,
     SETTINGS,
