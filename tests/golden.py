@@ -48,10 +48,10 @@ def blocks_of(shape: tuple[int, ...], per: str) -> list[list[int]]:
     return list(found.values())
 
 
-def oracle(rule: str, shape: tuple[int, ...], per: str, b_init: str, decay: str):
+def oracle(rule: str, shape: tuple[int, ...], per: str, b_init: str, decay: str, lam=LAM):
     """The trajectory of one case, on plain floats."""
     (b1, c), (w, decoupled) = B_INIT[b_init], DECAY[decay]
-    common = (start(shape), gradient, LAM, blocks_of(shape, per), b1, c)
+    common = (start(shape), gradient, lam, blocks_of(shape, per), b1, c)
     if rule == "adam":
         return paper.algorithm_4(*common, decay=w, decoupled=decoupled)
     mu = 0.9 if rule == "momentum" else 0.0

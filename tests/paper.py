@@ -4,6 +4,7 @@ A parameter vector is a list of floats, a block a list of its indices; each bloc
 Every algorithm yields (x, [b of each block]) after each step.
 """
 
+from itertools import count, repeat
 from math import sqrt
 
 
@@ -27,10 +28,15 @@ def start(g, block, lam, b1, c):
     return b1 if c is None else (c * lam * norm or None)
 
 
-def algorithm_3(x, grad, lam, blocks, b1=1.0, c=None, mu=0.0, decay=0.0, decoupled=False):
-    """WNGrad for the scaled loss, b first; with momentum as the authors released it."""
-    b, buf = [None] * len(blocks), [0.0] * len(x)
-    while True:
+def each_rate(rate):
+    """λ of every step: a number, or a function of the step's number."""
+    return map(rate, count()) if callable(rate) else repeat(rate)
+
+
+def algorithm_3(x, grad, rate, blocks, b1=1.0, c=None, mu=0.0, decay=0.0, decoupled=False):
+    """WNGrad for the scaled loss, b first; with momentum, a sum of steps each with its own λ."""
+    b, v = [None] * len(blocks), [0.0] * len(x)
+    for lam in each_rate(rate):
         g = [gi + (0 if decoupled else decay) * xi for gi, xi in zip(grad(x), x)]
         x = [xi * (1 - lam * decay) if decoupled else xi for xi in x]
         for k, block in enumerate(blocks):
@@ -38,15 +44,15 @@ def algorithm_3(x, grad, lam, blocks, b1=1.0, c=None, mu=0.0, decay=0.0, decoupl
             if b[k]:
                 b[k] = b[k] + lam**2 * sq_norm(g, block) / b[k]
                 for i in block:
-                    buf[i] = mu * buf[i] + g[i] / b[k]
-                    x[i] = x[i] - lam * buf[i]
+                    v[i] = mu * v[i] + lam * g[i] / b[k]
+                    x[i] = x[i] - v[i]
         yield list(x), list(b)
 
 
-def algorithm_4(x, grad, lam, blocks, b1=1.0, c=None, beta=0.9, decay=0.0, decoupled=False):
-    """WN-Adam: the running mean of the gradient, the norm of the raw one."""
+def algorithm_4(x, grad, rate, blocks, b1=1.0, c=None, beta=0.9, decay=0.0, decoupled=False):
+    """WN-Adam: the running mean of the scaled loss's gradient λg, the norm of the raw one."""
     b, m, t = [None] * len(blocks), [0.0] * len(x), 0
-    while True:
+    for lam in each_rate(rate):
         g = [gi + (0 if decoupled else decay) * xi for gi, xi in zip(grad(x), x)]
         x, t = [xi * (1 - lam * decay) if decoupled else xi for xi in x], t + 1
         for k, block in enumerate(blocks):
@@ -54,8 +60,8 @@ def algorithm_4(x, grad, lam, blocks, b1=1.0, c=None, beta=0.9, decay=0.0, decou
             if b[k]:
                 b[k] = b[k] + lam**2 * sq_norm(g, block) / b[k]
                 for i in block:
-                    m[i] = beta * m[i] + (1 - beta) * g[i]
-                    x[i] = x[i] - lam / b[k] * m[i] / (1 - beta**t)
+                    m[i] = beta * m[i] + (1 - beta) * lam * g[i]
+                    x[i] = x[i] - m[i] / b[k] / (1 - beta**t)
         yield list(x), list(b)
 
 

@@ -33,7 +33,6 @@ RATE_TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SETTINGS = ["momentum", "weight_decay", "decoupled_weight_decay", "b_init", "hold_1d"]
 SETTINGS += ["nonfinite", "maximize"]
 COUNT_TYPES = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
-BUFFER = {WNGrad: "momentum_buffer", WNAdam: "m"}
 
 
 # ---------------------------------------------------------------------------- the oracle
@@ -67,8 +66,8 @@ class Expected:
     b: Tensor | None = None
     b_off: Tensor | None = None
     t: Tensor | None = None
-    m: Tensor | None = None
-    m_off: Tensor | None = None
+    v: Tensor | None = None
+    v_off: Tensor | None = None
     moved: bool = True  # else all must be the same, to the last bit
 
 
@@ -86,8 +85,9 @@ class Member:
             self.g = self.g + coupled * self.x
             self.size = self.size + coupled * self.x.abs()  # for the rounding of that sum
         self.b = wide(state["b"]).flatten() if "b" in state else torch.zeros(self.count).double()
-        name = BUFFER[type(opt)]
-        self.m = wide(state[name]).flatten() if name in state else torch.zeros_like(self.x)
+        self.v = torch.zeros_like(self.x)  # what the step before moved it by
+        if "velocity" in state:
+            self.v = wide(state["velocity"]).flatten()
         self.t = wide(state["t"]).flatten() if "t" in state else torch.zeros(1).double()
         self.held = group["hold_1d"] and p.dim() == 1
         kind = torch.float32 if p.dtype == torch.complex64 else p.dtype
@@ -150,24 +150,22 @@ def stepped(
     wrong = bad[m.index]
     keep = 1 - lam * m.decay if group["decoupled_weight_decay"] else 1.0
     x = torch.where(live, m.x * keep, m.x)
-    divided = torch.where(live, m.g / torch.where(live, each_b, 1.0), 0)
-    size = torch.where(live, m.size / torch.where(live, each_b, 1.0), 0.0)
-    t = m.t + 1
-    if adam:
+    over = torch.where(live, each_b, 1.0)
+    move, size = lam * m.g / over, lam * m.size / over
+    t, v, v_size = m.t + 1, m.v, 0.0
+    if adam:  # λĝ is the mean of λg, and v was that over the b of its own last step
         t = torch.where(set_, m.t.expand(m.count) + 1, m.t.expand(m.count))
-        buf = torch.where(live, mu * m.m + (1 - mu) * m.g, m.m)
-        over = each_b * (1 - mu ** t.clamp(min=1)[m.index])
-        move = torch.where(live, buf / torch.where(live, over, 1.0), 0)
-        size = torch.where(live, (mu * m.m.abs() + (1 - mu) * m.size) / over.clamp(min=1e-300), 0)
+        mean = m.v * m.b[m.index]
+        v = (mu * mean + (1 - mu) * lam * m.g) / over
+        v_size = (mu * mean.abs() + (1 - mu) * lam * m.size) / over
+        unbiased = 1 - mu ** t.clamp(min=1)[m.index]
+        move, size = v / unbiased, v_size / unbiased
     elif mu:
-        buf = torch.where(live, mu * m.m + divided, m.m)
-        move = torch.where(live, buf, 0)
-        size = mu * m.m.abs() + size
-    else:
-        buf, move = m.m, divided
-    x = x - lam * move
+        v, v_size = mu * m.v + move, mu * m.v.abs() + size
+        move, size = v, v_size
+    x, v = x - torch.where(live, move, 0), torch.where(live, v, m.v)
     if group["nonfinite"] == "skip":
-        x, buf = torch.where(wrong, m.x, x), torch.where(wrong, m.m, buf)
+        x, v = torch.where(wrong, m.x, x), torch.where(wrong, m.v, v)
         new = torch.where(bad, b if isinstance(start, tuple) else old, new)
         if adam:
             t = torch.where(bad, m.t.expand(m.count), t)
@@ -175,13 +173,13 @@ def stepped(
         x = x if m.held else torch.where(wrong, torch.nan, x)
         t = torch.where(bad, torch.nan, t) if adam else t  # it says no more
     grown = 0.0 if m.held else 8 * lam**2 * sq_off / torch.where(set_, old, 1.0)
-    x, buf = (torch.where(each.abs() > m.most, torch.inf, each) for each in (x, buf))
+    x, v = (torch.where(each.abs() > m.most, torch.inf, each) for each in (x, v))
     b_off = 8 * m.work_eps * new + grown
     relative = (b_off / new.clamp(min=1e-300))[m.index]
-    x_off = 2 * m.eps * (m.x.abs() + x.abs()) + lam * size * (4 * m.eps + relative)
-    m_off = 4 * m.eps * (mu * m.m.abs() + m.size / (1 if adam else each_b.clamp(min=1e-300)))
-    m_off = m_off + relative * buf.abs()
-    return Expected(x, x_off, new, b_off, t, buf if mu else None, m_off)
+    size, v_size = (torch.where(live, each, 0.0) for each in (size, v_size + 0 * size))
+    x_off = 2 * m.eps * (m.x.abs() + x.abs()) + size * (4 * m.eps + relative)
+    v_off = v_size * (4 * m.eps + relative)
+    return Expected(x, x_off, new, b_off, t, v if mu else None, v_off)
 
 
 def compare(opt: Any, want: dict[Tensor, Expected], before: dict[Tensor, Any]) -> None:
@@ -209,10 +207,10 @@ def compare(opt: Any, want: dict[Tensor, Expected], before: dict[Tensor, Any]) -
             near("b", wide(state["b"]).flatten(), e.b, e.b_off, bad_too=False)
             if "t" in state:
                 near("t", wide(state["t"]).flatten(), e.t, torch.zeros_like(e.t), bad_too=False)
-            if e.m is not None:
-                name = BUFFER[type(opt)]
-                good = e.x.isfinite() & e.m.isfinite()
-                near(name, wide(state[name]).flatten()[good], e.m[good], e.m_off[good] + tiny)
+            if e.v is not None:
+                good = e.x.isfinite() & e.v.isfinite()
+                v = wide(state["velocity"]).flatten()
+                near("velocity", v[good], e.v[good], e.v_off[good] + tiny)
 
 
 def near(name: str, ours: Tensor, theirs: Tensor, off: Tensor, bad_too: bool = True) -> None:

@@ -41,7 +41,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 SPACING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 POISON = 77.0
-BUFFERS = ("m", "momentum_buffer", "rms")
+BUFFERS = ("m", "velocity", "rms")
 KINDS = ("plain", "momentum", "adam", "vector")  # and "matrix"
 ENGINES = ["triton"] + ["c"] * (not CUDA and cpu.why_not() is None)
 
@@ -981,7 +981,7 @@ def test_a_parameter_taken_out_of_the_optimizer_is_freed():
     both.step(0)
     both.step(1)
     gone = weakref.ref(both.ours[1])
-    storage = weakref.ref(both.fused.state[both.ours[1]]["momentum_buffer"])
+    storage = weakref.ref(both.fused.state[both.ours[1]]["velocity"])
     both.fused.state.pop(both.ours[1])
     both.fused.param_groups[0]["params"].pop()
     both.ours.pop()

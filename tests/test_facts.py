@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ shapes = st.sampled_from([(1,), (5,), (4, 3), (2, 3, 2), (3, 2, 2, 2)])
 rates = st.floats(1e-6, 1e6)
 powers = st.integers(-12, 12).map(lambda k: 2.0**k)
 pers = st.sampled_from(["neuron", "tensor", "slice", "model"])
+b_inits = st.sampled_from([1.0, 1e-3, "gradient"])
 rules = st.sampled_from([(WNGrad, {}), (WNGrad, {"momentum": 0.9}), (WNAdam, {})])
 
 
@@ -26,13 +29,15 @@ def gradients(seed: int, shape: tuple[int, ...], n: int, dtype=torch.float32, sp
     return (every * sizes.view(-1, *[1] * len(shape))).to(dtype)
 
 
-def run(make, grads, **options):
-    """All parameters and all b along the way."""
+def run(make, grads, schedule=(), **options):
+    """All parameters and all b along the way; λ of each step from the schedule, if there is one."""
     p = torch.nn.Parameter(torch.linspace(-1, 1, grads[0].numel()).view_as(grads[0]).to(grads[0]))
     opt = make([p], **options)
     xs, bs = [p.detach().clone()], []
-    for g in grads:
+    for g, lam in zip_longest(grads, schedule):
         p.grad = g.clone()
+        if lam is not None:
+            opt.param_groups[0]["lr"] = lam
         opt.step()
         xs.append(p.detach().clone())
         bs.append(opt.state[p]["b"].clone())
@@ -78,6 +83,45 @@ def test_wn_adam_moves_no_block_by_more_than_a_half(seed, shape, lam, per, beta)
     grads = gradients(seed, shape, 20, dtype=torch.float64)
     x, b = run(WNAdam, grads, lr=lam, per=per, beta=beta)
     assert (_moved(x, b) <= 0.5 * (1 + 1e-12)).all()
+
+
+@given(seeds, shapes, st.lists(rates, min_size=20, max_size=20), pers, rules, b_inits)
+def test_the_bound_on_a_step_holds_whatever_lam_does(seed, shape, schedule, per, how, b_init):
+    """Each gradient is in the sum or mean with the λ of its own step, for which b was made."""
+    make, options = how
+    grads = gradients(seed, shape, 20, dtype=torch.float64)
+    x, b = run(make, grads, schedule, per=per, b_init=b_init, **options)
+    assert (_moved(x, b) <= 0.5 / (1 - options.get("momentum", 0.0)) * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize("how", [(WNGrad, {"momentum": 0.9}), (WNAdam, {})], ids=["sum", "mean"])
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("tensor", [False, True])
+def test_a_rate_that_rises_a_million_fold_takes_no_wild_step(how, fused, tensor):
+    """Steps of 450,000 and 236,842 if buffers had no λ in them."""
+    make, options = how
+    schedule = [1e-6] * 20 + [1.0] * 20
+    if tensor:
+        schedule = list(map(torch.tensor, schedule))
+    grads = torch.tensor([1e5] * 20 + [1e-3] * 20).view(-1, 1, 1).expand(-1, 2, 3)
+    x, b = run(make, grads, schedule, fused=fused, **options)
+    assert (_moved(x, b) <= 0.5 / (1 - options.get("momentum", 0.0)) * (1 + 1e-6)).all()
+
+
+@given(seeds, shapes, rates, pers, b_inits)
+def test_a_mean_kept_over_b_is_the_mean_of_the_scaled_gradients(seed, shape, lam, per, b_init):
+    """v·b = Σ (1−β)·β^(j−i)·λ_i·g_i, which is Algorithm 4's λĝ if λ is constant."""
+    grads = gradients(seed, shape, 12, dtype=torch.float64)
+    schedule = [lam * 10.0 ** (k % 5 - 2) for k in range(12)]
+    p = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    opt, mean = WNAdam([p], lr=lam, per=per, b_init=b_init), torch.zeros_like(p)
+    for g, now in zip(grads, schedule, strict=True):
+        p.grad, opt.param_groups[0]["lr"] = g.clone(), now
+        opt.step()
+        if opt.state[p]["b"].any():
+            mean = rule.running_mean(mean, now * g, 0.9)
+    ours = opt.state[p]["velocity"] * opt.state[p]["b"]
+    torch.testing.assert_close(ours, mean, rtol=1e-9, atol=1e-12 * float(mean.abs().max()))
 
 
 def _moved(x, b):

@@ -59,6 +59,20 @@ def test_hundred_steps_match_the_paper_on_plain_floats(rule, shape, per, b_init,
     assert lock_step(opt, p, 100, golden.oracle(*case)) < 1e-12
 
 
+@pytest.mark.parametrize("b_init", golden.B_INIT)
+@pytest.mark.parametrize("decay", golden.DECAY)
+@pytest.mark.parametrize("rule", golden.RULES)
+def test_a_rate_that_rises_and_falls_matches_the_paper_on_plain_floats(rule, b_init, decay):
+    def lam(j):
+        return (0.01, 0.1, 1.0, 0.3)[j // 5 % 4]
+
+    case = (rule, (3, 4), "neuron", b_init, decay)
+    p, opt = torch_twin(*case)
+    for j, point in enumerate(islice(golden.oracle(*case, lam=lam), 40)):
+        opt.param_groups[0]["lr"] = lam(j)
+        assert lock_step(opt, p, 1, iter([point])) < 1e-12
+
+
 def test_the_golden_file_is_what_the_oracle_says():
     kept = golden.load()
     assert [case for case, _ in kept] == golden.cases()

@@ -6,6 +6,7 @@ import io
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
@@ -137,6 +138,24 @@ def test_groups_have_schedules_of_their_own(make):
     plan = schedulers.LambdaLR(opt, [lambda k: 1.0, lam])
     train(net, opt, range(4), plan)
     assert [group["lr"] for group in opt.param_groups] == [1.0, 0.1 * lam(4)]
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("warmup", [10, 100])
+def test_a_warm_up_is_harmless_with_momentum_and_b1_from_the_gradient(warmup, fused):
+    """Loss 0.02 to 0.08 at a constant λ, by seed; 2 to 6 if the buffer kept the first λ's scale."""
+    x, y = (torch.tensor(a) for a in load_digits(return_X_y=True))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    opt = WNGrad(net.parameters(), momentum=0.9, b_init="gradient", fused=fused)
+    plan = schedulers.LambdaLR(opt, lambda step: min(1, (step + 1) / warmup))
+    for _ in range(400):
+        i = torch.randint(len(x), (64,))
+        opt.zero_grad()
+        nn.functional.cross_entropy(net(x[i].float() / 16), y[i]).backward()
+        opt.step()
+        plan.step()
+    assert nn.functional.cross_entropy(net(x.float() / 16), y) < 0.3
 
 
 @pytest.mark.parametrize("name", ["OneCycleLR", "CyclicLR"])

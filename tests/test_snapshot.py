@@ -255,7 +255,7 @@ def test_a_second_step_finds_its_launches_ready(make):
         assert opt._engine._latest[1] is launches
 
 
-@pytest.mark.parametrize("key", ["momentum_buffer", "b"])
+@pytest.mark.parametrize("key", ["velocity", "b"])
 def test_state_that_is_another_view_of_its_memory_is_seen_by_a_step(key):
     both = [one(4, 4), one(4, 4)]
     ours, plain = (

@@ -211,6 +211,33 @@ def test_torch_and_optax_agree_step_by_step_in_float32(rule, per, b_init):
         np.testing.assert_allclose(x, p.detach().numpy(), rtol=16 * ulp, atol=16 * ulp)
 
 
+@pytest.mark.parametrize("b_init", [1.0, "gradient"])
+@pytest.mark.parametrize("rule", ["wngrad", "momentum", "adam"])
+def test_torch_and_optax_agree_where_the_rate_rises(rule, b_init):
+    """So does a chain of one's own, whose λ comes after: steps are in the buffer with their own."""
+    rates = np.array([1e-4, 1e-3, 0.1, 1.0, 0.3] * 4, np.float32)
+    schedule = lambda count: jnp.asarray(rates)[count]  # noqa: E731
+    draw = np.random.default_rng(0)
+    p = torch.nn.Parameter(torch.tensor(draw.standard_normal((4, 5)), dtype=torch.float32))
+    make = WNAdam if rule == "adam" else partial(WNGrad, momentum=0.9 * (rule == "momentum"))
+    ours = make([p], b_init=b_init)
+    options = {"neuron_axis": 0, "b_init": b_init}
+    scale = scale_by_wn_adam if rule == "adam" else scale_by_wngrad
+    its = {"momentum": 0.9} if rule == "momentum" else {}
+    last = optax.scale_by_learning_rate(schedule)
+    opts = [twin(rule, schedule, **options)]
+    opts += [optax.chain(scale(schedule, **options, **its), last)]
+    xs = [jnp.array(p.detach().numpy())] * 2
+    states, go = [opt.init(xs[0]) for opt in opts], [jax.jit(partial(step, opt)) for opt in opts]
+    for lam in rates:
+        g = draw.standard_normal((4, 5)).astype(np.float32)
+        p.grad, ours.param_groups[0]["lr"] = torch.tensor(g), float(lam)
+        ours.step()
+        for k in range(2):
+            xs[k], states[k] = go[k](xs[k], states[k], jnp.array(g))
+            np.testing.assert_allclose(xs[k], p.detach().numpy(), rtol=1e-5, atol=1e-5)
+
+
 # ---------------------------------------------------------------- granularity
 
 
@@ -360,7 +387,7 @@ def test_a_step_at_rate_zero_changes_nothing(make):
     after, new = compiled(make)(0.0, params, state, bad)
     assert equal(params, after)
     assert equal(optax.tree.get(state, "skipped"), optax.tree.get(new, "skipped"))
-    for name in ("b", "buf", "m", "t"):
+    for name in ("b", "velocity", "t"):
         assert equal(optax.tree.get(state, name, 0), optax.tree.get(new, name, 0))
 
 
@@ -383,7 +410,7 @@ def test_skipped_blocks_stay_bit_identical_and_are_counted():
         assert np.array_equal(after["dense"][:, 2], params["dense"][:, 2])
         assert not np.array_equal(after["dense"][:, 1], params["dense"][:, 1])
         assert after["bias"][0] == params["bias"][0]
-        for name in ("b", "buf", "m", "t"):
+        for name in ("b", "velocity", "t"):
             old, now = (optax.tree.get(s, name) for s in (state, new))
             if old is not None:
                 assert np.array_equal(old["dense"][:, 2], now["dense"][:, 2])

@@ -27,14 +27,32 @@ def first_b(norm: Array, lam: Array, c: Array) -> Array:
     return c * lam * norm
 
 
-def momentum(buf: Array, g: Array, b: Array, mu: Array) -> Array:
-    """buf ← μ·buf + g/b_j  (WNGrad-Momentum, as its authors released it); μ = 0 is plain WNGrad."""
-    return mu * buf + g / b
+def momentum(v: Array, g: Array, b: Array, mu: Array, lam: Array) -> Array:
+    """v ← μ·v + λ g/b_j  (WNGrad-Momentum); μ = 0 is plain WNGrad.
+
+    Its authors released buf ← μ·buf + g/b_j, x ← x − λ·buf: the same while λ is constant. With λ
+    in the buffer ‖v‖ ≤ ½/(1−μ) whatever λ does, since λ‖g‖/b_j ≤ ½ in every step.
+    """
+    return mu * v + lam * (g / b)
 
 
 def running_mean(m: Array, g: Array, beta: Array) -> Array:
     """ĝ_j = β ĝ_{j-1} + (1−β) g_{j-1}  (Alg. 4)."""
     return beta * m + (1 - beta) * g
+
+
+def mean_step(v: Array, g: Array, b_before: Array, b: Array, beta: Array, lam: Array) -> Array:
+    """v ← β·(b_{j-1}/b_j)·v + (1−β)·λ g/b_j, the mean of λg over b_j  (Alg. 4).
+
+    (λ/b_j)·ĝ_j while λ is constant. As it takes in each g with the λ of its own step, and b never
+    decreases, ‖v‖ ≤ ½·(1−βᵗ) whatever λ does.
+    """
+    return kept(beta, b_before, b) * v + (1 - beta) * (lam * (g / b))
+
+
+def kept(beta: Array, b_before: Array, b: Array) -> Array:
+    """β·b_{j-1}/b_j: what is left of a mean that was divided by b_{j-1}."""
+    return beta * (b_before / b)
 
 
 def unbiased(m: Array, beta: Array, t: Array) -> Array:

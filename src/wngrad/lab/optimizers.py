@@ -63,7 +63,7 @@ def sgd(x: Tensor, g: Tensor, s: State, lam: Tensor, t: Tensor) -> tuple[Tensor,
 
 
 def sgd_momentum(x: Tensor, g: Tensor, s: State, lam: Tensor, t: Tensor) -> tuple[Tensor, State]:
-    buf = rule.momentum(s["buf"], g, 1, MU)
+    buf = MU * s["buf"] + g  # as in torch, without λ
     return rule.descend(x, buf, lam), {"buf": buf}
 
 
@@ -80,13 +80,14 @@ def wngrad(x: Tensor, g: Tensor, s: State, lam: Tensor, t: Tensor) -> tuple[Tens
 
 def wngrad_momentum(x: Tensor, g: Tensor, s: State, lam: Tensor, t: Tensor) -> tuple[Tensor, State]:
     b = _next_b(s["b"], g, lam)
-    buf = rule.momentum(s["buf"], g, b, MU)
-    return rule.descend(x, buf, lam), {"b": b, "buf": buf}
+    v = rule.momentum(s["velocity"], g, b, MU, lam)
+    return x - v, {"b": b, "velocity": v}
 
 
 def wnadam(x: Tensor, g: Tensor, s: State, lam: Tensor, t: Tensor) -> tuple[Tensor, State]:
-    m, b = rule.running_mean(s["m"], g, BETA), _next_b(s["b"], g, lam)
-    return rule.descend(x, rule.unbiased(m, BETA, t) / b, lam), {"m": m, "b": b}
+    b = _next_b(s["b"], g, lam)
+    v = rule.mean_step(s["velocity"], g, s["b"], b, BETA, lam)
+    return x - rule.unbiased(v, BETA, t), {"b": b, "velocity": v}
 
 
 def wngrad_gradient(x: Tensor, g: Tensor, s: State, lam: Tensor, t: Tensor) -> tuple[Tensor, State]:
@@ -121,9 +122,9 @@ _ROWS = (
     Optimizer("wngrad", "WNGrad", Style("#0072b2", "D", "diamond", "◆"),
               wngrad, {"b": 1}, "wngrad.optim:WNGrad"),
     Optimizer("wngrad-momentum", "WNGrad-Momentum", Style("#56b4e9", "v", "triangle-down", "▼"),
-              wngrad_momentum, {"b": 1, "buf": 0}, "wngrad.optim:WNGrad", {"momentum": MU}),
+              wngrad_momentum, {"b": 1, "velocity": 0}, "wngrad.optim:WNGrad", {"momentum": MU}),
     Optimizer("wnadam", "WN-Adam", Style("#009e73", "P", "cross", "✚"),
-              wnadam, {"m": 0, "b": 1}, "wngrad.optim:WNAdam"),
+              wnadam, {"b": 1, "velocity": 0}, "wngrad.optim:WNAdam"),
     Optimizer("wngrad-gradient", "WNGrad, b₁ = λ‖g₁‖", Style("#cc79a7", "X", "x", "✖"),
               wngrad_gradient, {"b": 0}, "wngrad.optim:WNGrad", {"b_init": "gradient"}),
 )

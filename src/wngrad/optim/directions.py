@@ -9,8 +9,16 @@ A step of any optimizer here is
 
 A `Direction` fills in the first, third and fourth line. The base class is the gradient itself
 (Algorithm 3). To add one, override `propose` (for a direction that the rule is to measure, such as
-a sign or an orthogonalized matrix) or `advance` (for one that the rule does not see, such as a
-running mean); see `docs/new-optimizer.md`. Lists hold one tensor for each parameter.
+a sign or an orthogonalized matrix) or `advance` (for one that the rule does not see); see
+`docs/new-optimizer.md`. Lists hold one tensor for each parameter.
+
+A `Velocity` keeps a sum of earlier steps. The last two lines then are
+
+    v ← kept·v + λ·entering·u
+    x ← x − factor(b, t)·v
+
+so that every u is in the sum with the λ of its own step: a λ that rises later does not make it
+longer, and what bounds single steps bounds their sum.
 """
 
 from __future__ import annotations
@@ -71,41 +79,51 @@ class Direction:
 
 
 @dataclass(frozen=True, slots=True)
-class Momentum(Direction):
-    """buf ← μ·buf + g/b_j,  x_j ← x_{j-1} − λ buf  (as the paper's authors released it)."""
+class Velocity(Direction):
+    """v ← kept·v + λ·entering·u,  x_j ← x_{j-1} − factor·v: a sum of steps, each with its own λ."""
 
-    mu: float
-    buffers: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    buffers: ClassVar[tuple[str, ...]] = ("velocity",)
     touches_all: ClassVar[bool] = True
 
-    def advance(self, u: list[Tensor], b: list[Tensor], buffers: Buffers) -> list[Tensor]:
-        buf = buffers["momentum_buffer"]
-        lists.mul_(buf, self.mu)
-        lists.addcdiv_(buf, u, b)  # buf ← μ·buf + g/b_j
-        return buf
+    def kept(self, b_before: Tensor, b: Tensor) -> float | Tensor:
+        """What v is multiplied by, for any number of blocks at once."""
+        raise NotImplementedError
+
+    def entering(self, b: Tensor) -> Tensor:
+        """What λ·u is multiplied by."""
+        return 1 / b
 
     def factor(self, b: Tensor, t: Tensor) -> Tensor | None:
-        return None  # g was divided before it entered the buffer
+        return None
 
 
 @dataclass(frozen=True, slots=True)
-class RunningMean(Direction):
-    """ĝ_j ← β ĝ_{j-1} + (1−β) g,  x_j ← x_{j-1} − (λ/b_j)·ĝ_j/(1−βᵗ)  (Alg. 4)."""
+class Momentum(Velocity):
+    """v ← μ·v + λ g/b_j,  x_j ← x_{j-1} − v  (`rule.momentum`)."""
+
+    mu: float
+
+    def kept(self, b_before: Tensor, b: Tensor) -> float | Tensor:
+        return self.mu
+
+
+@dataclass(frozen=True, slots=True)
+class RunningMean(Velocity):
+    """v ← β·(b_{j-1}/b_j)·v + (1−β)·λ g/b_j,  x_j ← x_{j-1} − v/(1−βᵗ)  (`rule.mean_step`)."""
 
     beta: float
-    buffers: ClassVar[tuple[str, ...]] = ("m",)
     counts_blocks: ClassVar[bool] = True
-    touches_all: ClassVar[bool] = True
 
-    def advance(self, u: list[Tensor], b: list[Tensor], buffers: Buffers) -> list[Tensor]:
-        m = buffers["m"]
-        lists.mul_(m, self.beta)
-        lists.add_(m, u, alpha=1 - self.beta)  # ĝ_j ← β ĝ_{j-1} + (1−β) g
-        return m
+    def kept(self, b_before: Tensor, b: Tensor) -> float | Tensor:
+        kept: Tensor = rule.kept(self.beta, b_before, b)
+        return kept
+
+    def entering(self, b: Tensor) -> Tensor:
+        return (1 - self.beta) / b
 
     def factor(self, b: Tensor, t: Tensor) -> Tensor | None:
-        # At t = 0 no block has moved yet, and ĝ is 0.
-        factor: Tensor = rule.unbiased(1 / b, self.beta, torch.clamp(t.to(b.dtype), min=1))
+        # At t = 0 no block has moved yet, and v is 0.
+        factor: Tensor = rule.unbiased(1.0, self.beta, torch.clamp(t.to(b.dtype), min=1))
         return factor
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from wngrad import rule
 from wngrad.guard import guarded_b
 from wngrad.optim import average, blocks, lists, memory
-from wngrad.optim.directions import Buffers
+from wngrad.optim.directions import Buffers, Velocity
 from wngrad.optim.rounding import rounded
 from wngrad.optim.views import SharedBlocks, View
 
@@ -68,13 +68,16 @@ class _Move:
 
     items: list[Item]
     b: list[Tensor]  # the new b, and 1 where there is none yet
-    rates: list[Tensor] | None  # λ times the direction's factor; None for λ itself
+    rates: list[Tensor] | None  # λ times the direction's factor (see `_rates`); None for λ itself
+    kept: list[Tensor] | float  # of a `Velocity`: what v is multiplied by,
+    gains: list[Tensor] | None  # and λ·entering, by which u enters it
     live: list[Tensor] | None  # blocks that take this step; None for all of them
     t: list[Tensor] | None  # the new t, where blocks are counted
 
     def part(self, start: int, stop: int) -> _Move:
-        lists = (self.items, self.b, self.rates, self.live, self.t)
-        return _Move(*(None if each is None else each[start:stop] for each in lists))  # type: ignore[arg-type]
+        lists = (self.items, self.b, self.rates, self.kept, self.gains, self.live, self.t)
+        parts = (each[start:stop] if isinstance(each, list) else each for each in lists)
+        return _Move(*parts)  # type: ignore[arg-type]
 
 
 class Kind:
@@ -102,13 +105,11 @@ class Kind:
             b = torch.where(b == 0, 1, b)
         if t is not None:
             t = t + 1 if live is None else torch.where(live, t + 1, t)
-        factor = self._direction.factor(b.to(self._wide), self._new if t is None else t)
-        rates = None if factor is None else (factor * self._rate()).to(b.dtype)
         split_b = self._split(b)
         each = _Move(
             self._items,
             split_b,
-            None if rates is None else self._split(rates),
+            *self._rates(b, t),
             None if live is None else self._split(live),
             None if t is None else self._split(t),
         )
@@ -156,6 +157,34 @@ class Kind:
         if isinstance(lam, Tensor):  # A step without rate changes nothing.
             new, finite = torch.where(lam != 0, new, old), finite | (lam == 0)
         return new, finite
+
+    def _rates(
+        self, b: Tensor, t: Tensor | None
+    ) -> tuple[list[Tensor] | None, list[Tensor] | float, list[Tensor] | None]:
+        """`rates`, `kept` and `gains` of the move; λ is in the gains, if there are any."""
+        direction, wide = self._direction, b.to(self._wide)
+        factor = direction.factor(wide, self._new if t is None else t)
+        if not isinstance(direction, Velocity):
+            return self._narrow(factor, b, self._rate()), 0.0, None
+        # What a view has stored, which may be older than what others have reached it starts from.
+        before = lists.flatten([item.view.b for item in self._items])
+        before = before.to(self._wide, copy=self.settings.differentiable)
+        kept = direction.kept(before, wide)
+        each = self._narrow(kept, b) if isinstance(kept, Tensor) else kept
+        assert each is not None
+        return (
+            self._narrow(factor, b),
+            each,
+            self._narrow(direction.entering(wide), b, self._rate()),
+        )
+
+    def _narrow(
+        self, wide: Tensor | None, like: Tensor, lam: float | Tensor | None = None
+    ) -> list[Tensor] | None:
+        """A tensor for each view, times λ where that is given, in b's type."""
+        if wide is None:
+            return None
+        return self._split((wide if lam is None else wide * lam).to(like.dtype))
 
     def _live(self) -> Tensor | None:
         """The blocks that take this step, or None for all of them.
@@ -218,7 +247,12 @@ class Kind:
         self._decay(x, move.rates)
         for name in move.items[0].buffers:
             lists.copy_(buffers[name], [item.buffers[name] for item in move.items])
-        d = self._direction.advance(u, move.b, buffers)
+        if move.gains is None:
+            d = self._direction.advance(u, move.b, buffers)
+        else:
+            d, lam = buffers["velocity"], 1.0
+            lists.mul_(d, move.kept)
+            lists.addcmul_(d, u, move.gains)  # v ← kept·v + λ·entering·u
         if move.rates is not None:
             lists.addcmul_(x, d, move.rates, value=-1)  # x_j ← x_{j-1} − (λ/b_j) d
         elif isinstance(lam, Tensor):

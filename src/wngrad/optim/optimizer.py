@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 from wngrad.optim import (
     average,
     blocks,
+    checkpoints,
     checks,
     diagnosis,
     fused,
@@ -61,6 +62,9 @@ class BlockOptimizer(Optimizer):
 
     # Settings that may also be set under another name, such as that of earlier releases.
     other_names: ClassVar[dict[str, str]] = {}
+
+    # Buffers of earlier releases, and how they become today's velocity.
+    earlier_state: ClassVar[checkpoints.Readings] = {}
 
     # Lets GradScaler hand `grad_scale` and `found_inf` to the step instead of synchronizing.
     _step_supports_amp_scaling = True
@@ -322,50 +326,12 @@ class BlockOptimizer(Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
             group["b_init"] = checks.b_init(self._owner, "b_init", group["b_init"])
+            for p in (p for p in group["params"] if p in self.state):
+                self.state[p] = checkpoints.read(self.state[p], self.earlier_state, group["lr"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, bit for bit; refused if a shape does not fit."""
-        given: dict[str, Any] = {}
-
-        def check(_: Optimizer, state_dict: dict[str, Any]) -> None:
-            self._check_state_dict(state_dict)
-            given.update(state_dict)
-
-        def widen(_: Optimizer) -> None:
-            # torch casts all state to its parameter's dtype, where b, t and the counts are wider
-            # on purpose, and keeps what needs no cast, which would tie two optimizers together.
-            for group, saved in zip(self.param_groups, given["param_groups"], strict=True):
-                for p, key in zip(group["params"], saved["params"], strict=True):
-                    for name, value in given["state"].get(key, {}).items():
-                        if isinstance(value, Tensor):
-                            dtype = state.dtype_of(group, name, p, value)
-                            self.state[p][name] = value.detach().to(p.device, dtype, copy=True)
-
-        # Our check runs after the user's hooks of its kind, our cast before them.
-        hooks = [
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(widen, prepend=True),
-        ]
-        blocks_of = [(group["per"], group["fused"]) for group in self.param_groups]
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        for group, (per, fuse) in zip(self.param_groups, blocks_of, strict=True):
-            group["fused"] = fuse  # That is for the machine to say, not for the checkpoint.
-            if isinstance(per, list):  # Shapes are in the order of our parameters, not the file's.
-                group["per"] = per
-
-    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
-            per = own["per"] if isinstance(own["per"], list) else saved.get("per", own["per"])
-            group = {**own, **saved, "per": per, "params": own["params"]}
-            for i, key in enumerate(saved["params"][: len(own["params"])]):
-                loaded, p = state_dict["state"].get(key, {}), own["params"][i]
-                shapes = state.wanted(group, i, self.direction(group, p))
-                state.check_values(self._owner, p, loaded, shapes, group["nonfinite"])
-                state.check(self._owner, "`state_dict`", p, loaded, shapes)
+        checkpoints.load(self, state_dict, super().load_state_dict)
 
     # ------------------------------------------------------------ the average
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from wngrad.optim import checks
+from wngrad.optim import checkpoints, checks
 from wngrad.optim.directions import Direction, RunningMean, known_to_kernels
 from wngrad.optim.optimizer import BlockOptimizer
 
@@ -20,6 +20,10 @@ class WNAdam(BlockOptimizer):
 
     ĝ_j ← β ĝ_{j-1} + (1−β) g,  b_j ← b_{j-1} + λ²‖g‖²/b_{j-1},  then
     x_j ← x_{j-1} − (λ/b_j)·ĝ_j/(1−βᵗ), with t = 1 at the first step. No ε, no second moment.
+
+    No block ever moves by more than ½ in one step, whatever λ, and whatever it was before: where λ
+    changes, each gradient is in the mean with the λ of its own step (λĝ is the mean of λg). The
+    state keeps that mean over b_j, as `velocity`.
 
     Args:
         params: as for `WNGrad`, and so are all arguments but `beta`.
@@ -36,6 +40,7 @@ class WNAdam(BlockOptimizer):
     """
 
     own_settings: ClassVar[checks.Own] = (("momentum", checks.fraction),)
+    earlier_state: ClassVar[checkpoints.Readings] = {"m": checkpoints.mean_without_rate}
     other_names: ClassVar[dict[str, str]] = {"beta": "momentum"}
 
     def __init__(

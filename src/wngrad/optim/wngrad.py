@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from wngrad.optim import checks
+from wngrad.optim import checkpoints, checks
 from wngrad.optim.directions import GRADIENT, Direction, Momentum, known_to_kernels
 from wngrad.optim.optimizer import BlockOptimizer
 
@@ -18,14 +18,14 @@ class WNGrad(BlockOptimizer):
 
     b_j ← b_{j-1} + λ²‖g‖²/b_{j-1},  then  x_j ← x_{j-1} − λ g/b_j.
 
-    No block ever moves by more than ½ in one step, whatever λ; with momentum by ½/(1−μ), as long as
-    λ does not rise over what is in the buffer.
+    No block ever moves by more than ½ in one step, whatever λ, and whatever it was before; with
+    momentum by ½/(1−μ).
 
     Args:
         params: parameters or groups of them; see `neuron_groups` for groups in which a layer's
             weight row and its bias share one b.
         lr: λ, a number or a tensor of one element.
-        momentum: μ of buf ← μ·buf + g/b_j, x ← x − λ·buf.
+        momentum: μ of v ← μ·v + λ g/b_j, x ← x − v.
         weight_decay: added to the gradient before the norm is taken, as in `torch.optim.SGD`.
         decoupled_weight_decay: shrink x by 1 − lr·weight_decay instead, as in `torch.optim.AdamW`.
         b_init: b₁. A number; or "gradient" (or ("gradient", C)) for b₁ = C·λ·‖g₁‖, set by each
@@ -59,12 +59,17 @@ class WNGrad(BlockOptimizer):
         torch.Size([2, 1])
 
     Note:
-        The paper never writes the momentum variant out; this is the rule its authors released.
+        The paper never writes the momentum variant out. Its authors released
+        buf ← μ·buf + g/b_j, x ← x − λ·buf, which is the same for a constant λ; where λ rises, steps
+        of small λ would be multiplied by the large one, and no bound would hold.
         Algorithms 1 and 2 use b before updating it and Algorithm 3 after, which is the same
         sequence of steps; the introduction's Eq. 5 differs and is not used.
     """
 
     own_settings: ClassVar[checks.Own] = (("momentum", checks.fraction),)
+    earlier_state: ClassVar[checkpoints.Readings] = {
+        "momentum_buffer": checkpoints.sum_without_rate
+    }
 
     def __init__(
         self,
@@ -79,5 +84,5 @@ class WNGrad(BlockOptimizer):
     @known_to_kernels("momentum")
     def direction(self, group: dict[str, Any], p: Tensor) -> Direction:
         """g/b_j alone, or its momentum; a buffer that is there is kept up to date at μ = 0, too."""
-        buffered = group["momentum"] > 0 or "momentum_buffer" in self.state.get(p, {})
+        buffered = group["momentum"] > 0 or "velocity" in self.state.get(p, {})
         return Momentum(group["momentum"]) if buffered else GRADIENT

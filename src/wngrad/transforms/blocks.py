@@ -17,6 +17,8 @@ from wngrad.transforms.settings import BInit, NeuronAxis, Nonfinite, Per, PyTree
 class Growth(NamedTuple):
     """The blocks of one update, as trees."""
 
+    lam: Any
+    before: PyTree  # of each leaf: the b that was stored
     b: PyTree  # to be stored
     divisor: PyTree  # of each leaf
     live: PyTree  # of each leaf: whether the block takes this step
@@ -87,7 +89,8 @@ class Blocks:
         columns = ([leaf[k] for leaf in grown] for k in range(3))
         new, divisor, live = (jax.tree.unflatten(tree, column) for column in columns)
         skipped = jnp.asarray(sum(leaf[3] for leaf in grown), jnp.int32)
-        return Growth(new, self.spread(divisor, updates), self.spread(live, updates), live, skipped)
+        before, over, on = (self.spread(tree, updates) for tree in (b, divisor, live))
+        return Growth(lam, before, new, over, on, live, skipped)
 
     def _grow_leaf(self, b: Array, norm: Array, lam: Any) -> tuple[Array, Array, Array, Any]:
         """Of one leaf's blocks the b to store, the divisor, who takes the step, how many not."""

@@ -96,8 +96,8 @@ int level(void) {
 #endif
 
 typedef struct {
-    double lam, measured, rate, log_mu, c, scale_u, log_beta2;
-    float sign, lam_, mu, rest, decay, keep, scale, eta, old_rms, new_rms;
+    double lam, measured, rate, beta, log_mu, c, scale_u, log_beta2;
+    float sign, mu, rest, decay, keep, scale, eta, old_rms, new_rms;
     float t, unbiased, share; /* a step, and what depends on its number: see `count` */
 } Numbers;
 
@@ -137,8 +137,7 @@ static Numbers numbers(const Parameter *r, const Step *s) {
     k.rate = r->norm ? *(const float *)r->norm * k.lam : k.lam;
     k.log_mu = group->log_mu, k.c = group->c, k.scale_u = r->scale, k.log_beta2 = r->log_beta2;
     k.sign = s->proposed ? 1 : (float)group->sign;
-    k.lam_ = (float)k.lam, k.mu = (float)group->mu;
-    k.rest = (float)(1 - group->mu), k.decay = (float)group->weight_decay;
+    k.beta = group->mu, k.mu = (float)group->mu, k.rest = (float)(1 - group->mu), k.decay = (float)group->weight_decay;
     k.keep = (float)(1 - k.lam * group->weight_decay);
     k.scale = s->scale ? *s->scale : 1;
     k.eta = (float)group->eta, k.old_rms = (float)r->old_rms, k.new_rms = (float)r->new_rms;
@@ -146,14 +145,15 @@ static Numbers numbers(const Parameter *r, const Step *s) {
     return k;
 }
 
-/* What depends on the number of the step: Adam's scale sqrt(1-beta2^t)/(1-beta^t), and how much of
- * x the average takes over. */
+/* What depends on the number of the step: Adam's scale sqrt(1-beta2^t)/(1-beta^t), Algorithm 4's
+ * 1/(1-beta^t), and how much of x the average takes over. */
 static __attribute__((noinline)) void count(Numbers *k, const Step *s, float t) {
     if (t == k->t) return;
     k->t = t;
     if (s->rule == ADAM)
         k->unbiased = (float)(k->scale_u * (sqrt(1 - exp2(t * k->log_beta2)) /
                                             (1 - exp2(t * k->log_mu))));
+    if (s->rule == RUNNING_MEAN) k->unbiased = (float)(1 / (1 - exp2(t * k->log_mu)));
     if (s->averages) k->share = 1 / (t + k->eta) * (k->eta + 1);
 }
 
@@ -221,8 +221,9 @@ static double squares(Run r, const Numbers *k, const Step *s) {
 }
 
 /* As torch moves in place; bfloat16 is widened first, and rounded at the end. `wide`: a gradient in
- * float32 all the same. */
-INLINE void move_of(Run r, const Numbers *k, int scaled, float rate, float b, int rule, int decay,
+ * float32 all the same. By momentum and Algorithm 4 what m holds are steps, each with the lam of its
+ * own: m <- kept m + rate g; `kept` is mu, or beta b_{j-1}/b_j, `rate` lam/b_j, or (1-beta) lam/b_j. */
+INLINE void move_of(Run r, const Numbers *k, int scaled, float rate, float kept, int rule, int decay,
                     int averages, int half, int wide, int64_t dp, int64_t dg, int64_t dm,
                     int64_t dr, int64_t da) {
     char *restrict p = r.p, *restrict m = r.m, *restrict v = r.r, *restrict a = r.a;
@@ -233,18 +234,18 @@ INLINE void move_of(Run r, const Numbers *k, int scaled, float rate, float b, in
         if (decay >= DECOUPLED) x *= keep;
         if (rule == GRADIENT_ITSELF) { /* x_j <- x_{j-1} - (lam/b_j) g */
             x = fmaf(-g, rate, x);
-        } else if (rule == MOMENTUM) { /* buf <- mu buf + g/b_j, x_j <- x_{j-1} - lam buf */
-            mean = k->mu * get(m, i * dm, half) + g / b;
-            x = fmaf(mean, -k->lam_, x);
+        } else if (rule == MOMENTUM) { /* x_j <- x_{j-1} - m */
+            mean = fmaf(g, rate, kept * get(m, i * dm, half));
+            x -= mean;
             put(m, i * dm, mean, half);
         } else if (rule == ADAM) {
             mean = get(m, i * dm, half), rms = get(v, i * dr, half);
             x = fmaf(-adam(g, k, &mean, &rms), rate, x);
             put(m, i * dm, mean, half);
             put(v, i * dr, rms, half);
-        } else { /* m_j <- beta m_{j-1} + (1-beta) g, x_j <- x_{j-1} - lam/b_j m_j/(1-beta^t) */
-            mean = fmaf(g, k->rest, k->mu * get(m, i * dm, half));
-            x = fmaf(-mean, rate, x);
+        } else { /* x_j <- x_{j-1} - m/(1-beta^t) */
+            mean = fmaf(g, rate, kept * get(m, i * dm, half));
+            x = fmaf(-mean, k->unbiased, x);
             put(m, i * dm, mean, half);
         }
         if (averages) put(a, i * da, lerp(get(a, i * da, 0), x, k->share), 0);
@@ -255,7 +256,7 @@ INLINE void move_of(Run r, const Numbers *k, int scaled, float rate, float b, in
 #define KEY(S, R, D, A, H, W) ((S) << 7 | (R) << 5 | (D) << 3 | (A) << 2 | (H) << 1 | (W))
 #define CASE(S, R, D, A, H, W) \
     case KEY(S, R, D, A, H, W): \
-        move_of(r, k, S, rate, b, R, D, A, H, W, 1, 1, 1, 1, 1); \
+        move_of(r, k, S, rate, kept, R, D, A, H, W, 1, 1, 1, 1, 1); \
         return;
 #define HALVES(S, R, D, A) CASE(S, R, D, A, 0, 0) CASE(S, R, D, A, 1, 0)
 #define CASES(S, R, A) HALVES(S, R, NONE, A) HALVES(S, R, COUPLED, A) HALVES(S, R, DECOUPLED, A)
@@ -265,7 +266,7 @@ INLINE void move_of(Run r, const Numbers *k, int scaled, float rate, float b, in
 
 /* Apart from the others, since a function of too many loops is compiled with less care. */
 static __attribute__((noinline)) void move_otherwise(Run r, const Numbers *k, const Step *s,
-                                                     float rate, float b) {
+                                                     float rate, float kept) {
     int scaled = s->scale != 0 && !s->proposed;
     if (r.dp == 1 && r.dg == 1 && r.dm == 1 && r.dr == 1 && r.da == 1)
         switch (KEY(scaled, s->rule, s->decay, s->averages, s->half, s->proposed)) {
@@ -273,16 +274,16 @@ static __attribute__((noinline)) void move_otherwise(Run r, const Numbers *k, co
             CASES(0, GRADIENT_ITSELF, 1) CASES(0, MOMENTUM, 1) CASES(0, RUNNING_MEAN, 1)
             HALVES(0, ADAM, NONE, 0) HALVES(0, ADAM, NONE, 1) PROPOSED(NONE) PROPOSED(BY_RATE)
         }
-    move_of(r, k, scaled, rate, b, s->rule, s->decay, s->averages, s->half, s->proposed, r.dp, r.dg,
-            r.dm, r.dr, r.da);
+    move_of(r, k, scaled, rate, kept, s->rule, s->decay, s->averages, s->half, s->proposed, r.dp,
+            r.dg, r.dm, r.dr, r.da);
 }
 
-static void move(Run r, const Numbers *k, const Step *s, float rate, float b) {
+static void move(Run r, const Numbers *k, const Step *s, float rate, float kept) {
     if (r.dp == 1 && r.dg == 1 && r.dm == 1)
         switch (KEY(s->scale != 0, s->rule, s->decay, s->averages, s->half, s->proposed)) {
             CASES(0, GRADIENT_ITSELF, 0) CASES(0, MOMENTUM, 0) CASES(0, RUNNING_MEAN, 0)
         }
-    move_otherwise(r, k, s, rate, b);
+    move_otherwise(r, k, s, rate, kept);
 }
 
 /* b_j <- b_{j-1} + lam^2 |g|^2/b_{j-1}; NaN where it would be infinite. */
@@ -312,22 +313,19 @@ static float shared_b(const Shared *f, int64_t row, const Step *s) {
     return b;
 }
 
-/* Store a parameter's b, t and skips of a row; whether it moves, and its rate and b. */
+/* Store a parameter's b, t and skips of a row; whether it moves, its rate, and what it keeps of m. */
 static int store(const Parameter *r, int64_t row, float new, int finite, Numbers *k, const Step *s,
-                 float *rate, float *b) {
+                 float *rate, float *kept) {
+    double before = ((float *)r->b)[row], b = new == 0 ? 1 : new, factor = 1 / b;
     if (s->skip && !finite) {
         ((int32_t *)r->skipped)[row]++;
         return 0;
     }
     ((float *)r->b)[row] = new;
     if (s->latch && new == 0) return 0;
-    *b = new == 0 ? 1 : new;
-    double factor = 1 / (double)*b;
     if (s->rule >= RUNNING_MEAN) ((float *)r->t)[row] += 1;
-    if (s->rule == RUNNING_MEAN) {
-        float t = ((float *)r->t)[row];
-        factor /= 1 - exp2((t < 1 ? 1 : t) * k->log_mu);
-    }
+    *kept = k->mu;
+    if (s->rule == RUNNING_MEAN) *kept = (float)(k->beta * (before / b)), factor = (1 - k->beta) / b;
     *rate = (float)(factor * k->rate);
     return 1;
 }
@@ -336,20 +334,20 @@ static int store(const Parameter *r, int64_t row, float new, int finite, Numbers
  * `rate` is given, it moves. (All of it in one function, which saves half of a short row's time.) */
 __attribute__((flatten)) static double each_run(
     const Parameter *r, int64_t grad, int64_t row, int64_t begin, int64_t end, Numbers *k,
-    const Step *s, const float *rate, float b) {
+    const Step *s, const float *rate, float kept) {
     int64_t size = s->half ? 2 : 4, size_g = s->proposed ? 4 : size;
     char *p = (char *)r->p, *m = (char *)(r->buffer ? r->buffer : r->p);
     char *v = (char *)(r->rms ? r->rms : r->p), *a = (char *)(r->average ? r->average : r->p);
     const char *g = (const char *)grad;
     double sum = 0;
     /* Steps are counted before a row moves, and after its squares are summed. */
-    if (s->rule == ADAM || (s->averages && rate))
+    if (s->rule == ADAM || ((s->averages || s->rule == RUNNING_MEAN) && rate))
         count(k, s, ((const float *)r->t)[s->rule >= RUNNING_MEAN ? row : 0] + !rate);
     if (r->dense) {
         int64_t i = row * r->length + begin, at = i * size;
         Run run = {p + at, m + at, v + at, a + 4 * i, g + size_g * i, end - begin, 1, 1, 1, 1, 1};
         if (!rate) return squares(run, k, s);
-        move(run, k, s, *rate, b);
+        move(run, k, s, *rate, kept);
         return 0;
     }
     const int64_t *sizes = r->sizes, *sp = r->strides[0], *sg = r->strides[1];
@@ -365,7 +363,7 @@ __attribute__((flatten)) static double each_run(
         if (!rate)
             sum += squares(run, k, s);
         else
-            move(run, k, s, *rate, b);
+            move(run, k, s, *rate, kept);
         e += n;
     }
     return sum;
@@ -393,15 +391,15 @@ static void step_rows(const Rows *item, int mode, const Step *s) {
         for (int64_t i = 0; i < f->members && mode != REST; i++)
             sq += each_run(first + i, grads[i], row, 0, first[i].length, &k, s, 0, 0);
         int finite;
-        float b, rate, new = propose(f, row, sq, &k, s, &finite);
+        float kept, rate, new = propose(f, row, sq, &k, s, &finite);
         if (mode == CHECK) {
             s->sums[item->sum + n] = sq;
             __atomic_fetch_add(s->bad + item->shared, !finite, __ATOMIC_RELAXED);
             continue;
         }
         for (int64_t i = 0; i < f->members; i++)
-            if (store(first + i, row, new, finite, &k, s, &rate, &b))
-                each_run(first + i, grads[i], row, 0, first[i].length, &k, s, &rate, b);
+            if (store(first + i, row, new, finite, &k, s, &rate, &kept))
+                each_run(first + i, grads[i], row, 0, first[i].length, &k, s, &rate, kept);
     }
 }
 
@@ -417,14 +415,14 @@ static void step_long_row(const LongRow *l, int mode, const Step *s) {
     if (mode == CHECK) s->bad[l->shared] += !finite && k.lam != 0;
     for (int64_t i = 0; i < f->members && mode != CHECK; i++, factor += 2)
         if (k.lam == 0 || !store(first + i, l->row, new, finite, &k, s, factor, factor + 1))
-            factor[1] = 0; /* it stays */
+            factor[1] = -1; /* it stays */
 }
 
 /* A piece of a long row: its sum or, with the factors found since, its move. */
 static double step_piece(const Piece *item, const float *factor, const Step *s) {
     const Parameter *r = s->parameters + item->parameter;
     Numbers k = numbers(r, s);
-    if (k.lam == 0 || (factor && factor[1] == 0)) return 0;
+    if (k.lam == 0 || (factor && factor[1] < 0)) return 0;
     return each_run(r, s->gradients[item->parameter], item->row, item->begin, item->end, &k, s,
                     factor, factor ? factor[1] : 0);
 }

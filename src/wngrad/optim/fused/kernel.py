@@ -13,19 +13,28 @@ in the reference, everything else in float32.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
-from wngrad.optim.fused.records import GROUP, LAYOUT, TRITON_PARAMETER, Decay, Rule
-
-
-def words(record: Any, *names: str) -> list[Any]:
-    """The number of each field among the words of a record, and how many there are of all."""
-    every = record.names
-    return [tl.constexpr(every.index(name)) for name in names] + [tl.constexpr(len(every))]
-
+from wngrad.optim.fused.kernel_entries import LAYOUT_WORDS, read_entries, squares, write_entries
+from wngrad.optim.fused.kernel_rule import (
+    ADAM,
+    ETA,
+    LOG_MU,
+    MU,
+    RUNNING_MEAN,
+    SETTINGS,
+    SIGN,
+    STAYS,
+    WEIGHT_DECAY,
+    C,
+    coefficients,
+    lam_of,
+    next_b,
+    real,
+    words,
+)
+from wngrad.optim.fused.records import TRITON_PARAMETER
 
 P, B, BUF, RMS, AVERAGE, *_ = words(TRITON_PARAMETER, "p", "b", "buffer", "rms", "average")
 T, SKIPPED, SCALE_U, LOG_BETA2, *_ = words(TRITON_PARAMETER, "t", "skipped", "scale", "log_beta2")
@@ -33,235 +42,28 @@ OLD_RMS, NEW_RMS, NORM, *_ = words(TRITON_PARAMETER, "old_rms", "new_rms", "norm
 LENGTH, ROWS, PIECES, PIECE, *_ = words(TRITON_PARAMETER, "length", "rows", "pieces", "piece")
 FIRST, SPAN, GROUP_NUMBER, HOLD, *_ = words(TRITON_PARAMETER, "first", "span", "group", "hold")
 PARTS, ROOM, WORDS = words(TRITON_PARAMETER, "sums", "room")
-LAM, LAM_KIND, MU, LOG_MU, *_ = words(GROUP, "lam", "lam_kind", "mu", "log_mu")
-WEIGHT_DECAY, C, SIGN, ETA, SETTINGS = words(GROUP, "weight_decay", "c", "sign", "eta")
-SIZES, P_STRIDES, LAYOUT_WORDS = words(LAYOUT, "size_0", "p_stride_0")
 PARAMETERS = tl.constexpr(2**24)  # at most: a program's word is that times the kind, and an index
 
 ALL, SUMS, MOVES = map(tl.constexpr, range(3))  # what step_tiles does
-PLAIN, MOMENTUM, RUNNING_MEAN, ADAM = (tl.constexpr(rule.value) for rule in Rule)
-NONE, COUPLED, DECOUPLED, BY_RATE = (tl.constexpr(decay.value) for decay in Decay)
 # A tile's shape is its kind: 2^kind columns, and as many rows as the tile holds. Then whether
 # loads can be 16 bytes wide, or need an address for each element.
 LOOSE, STRIDED, KINDS_END = map(tl.constexpr, (16, 32, 48))
 ROOM_FOR_B = tl.constexpr(16)  # elements: a row brings a b, and its float64 arithmetic
-_FLOOR = tl.constexpr(2.0**-103)  # float32's smallest normal number over its ε: see `guarded_b`
-
-
-@triton.jit
-def real(word):
-    return word.to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def lam_of(conf, found, FOUND: tl.constexpr):
-    """λ: a number in the table, or read from the tensor whose address is there."""
-    here = conf + LAM
-    word, kind = tl.load(here), tl.load(conf + LAM_KIND)
-    # Without a branch: Triton 3.6 loads from address 0 where a branch turns a word into what lies
-    # there.
-    single = tl.where(kind == 1, word, here.to(tl.int64)).to(tl.pointer_type(tl.float32))
-    double = tl.where(kind == 2, word, here.to(tl.int64)).to(tl.pointer_type(tl.float64))
-    lam = tl.where(kind == 1, tl.load(single).to(tl.float64), tl.load(double))
-    if FOUND:  # A scaler has found an inf: a step without rate changes nothing.
-        lam = tl.where(tl.load(found) != 0, 0.0, lam)
-    return lam
-
-
-@triton.jit
-def next_b(b, sq, lam, c, hold, LATCH: tl.constexpr, RATED: tl.constexpr):
-    """b_j ← b_{j-1} + λ²‖u‖²/b_{j-1}, without λ unless RATED, and whether all of it is finite."""
-    wide = b.to(tl.float64)
-    if LATCH:  # b₁ ← C·λ·‖g₁‖ where a row meets its first gradient
-        norm = tl.sqrt(sq)
-        first = c * norm
-        if RATED:
-            first = first * lam
-        wide = tl.where((wide == 0) & (norm >= _FLOOR) & (first >= _FLOOR), first, wide)
-    else:  # b₁ is a number, and perhaps was not when the row's state was made
-        wide = tl.where(wide == 0, c, wide)
-    unset = wide == 0
-    safe = tl.where(unset, 1.0, wide)
-    added = sq
-    if RATED:
-        added = lam * lam * sq
-    grown = tl.where(unset, 0 * sq, safe + added / safe)
-    new = tl.where(hold, wide, grown).to(tl.float32)
-    finite = (tl.abs(new) < float("inf")) & (tl.abs(sq) < float("inf"))
-    return tl.where(tl.abs(new) == float("inf"), float("nan"), new), finite
-
-
-@triton.jit
-def coefficient(b, t, lam, log_mu, METHOD: tl.constexpr):
-    """λ/b_j; for Algorithm 4, over 1 − βᵗ as well; with momentum 1/b_j, by which g enters."""
-    b = tl.where(b == 0, 1.0, b).to(tl.float64)  # where there is no b yet nothing is written
-    factor = 1 / b
-    if METHOD == RUNNING_MEAN:
-        factor = factor / (1 - tl.exp2(tl.maximum(t, 1.0).to(tl.float64) * log_mu))
-    if METHOD != MOMENTUM:
-        factor = factor * lam
-    return factor.to(tl.float32)
 
 
 @triton.jit
 def _unbiased(r, t, log_mu, METHOD: tl.constexpr):
-    """Adam's scale·√(1 − β₂ᵗ)/(1 − βᵗ), by which a row's m/√v is multiplied in its step t."""
+    """What a row's direction is multiplied by in its step t: Algorithm 4's 1/(1 − βᵗ) or, for
+    m/√v, Adam's scale·√(1 − β₂ᵗ)/(1 − βᵗ).
+    """
     factor = t
+    if METHOD == RUNNING_MEAN:
+        factor = (1 / (1 - tl.exp2(t.to(tl.float64) * log_mu))).to(tl.float32)
     if METHOD == ADAM:
         wide, log_beta2 = t.to(tl.float64), real(tl.load(r + LOG_BETA2))
         ratio = tl.sqrt(1 - tl.exp2(wide * log_beta2)) / (1 - tl.exp2(wide * log_mu))
         factor = (real(tl.load(r + SCALE_U)) * ratio).to(tl.float32)
     return factor
-
-
-@triton.jit
-def _lerp(x, y, w):
-    """x + w·(y − x), from the end that is nearer."""
-    near = tl.abs(w) < 0.5
-    return tl.fma(tl.where(near, w, w - 1), y - x, tl.where(near, x, y))
-
-
-@triton.jit
-def _offsets(layout, which, row, e):
-    """Where element e of a row lies, for any strides."""
-    sizes, s = layout + SIZES, layout + P_STRIDES + 6 * which
-    d0, d1 = tl.load(sizes), tl.load(sizes + 1)
-    d2, d3 = tl.load(sizes + 2), tl.load(sizes + 3)
-    at = (row // d0) * tl.load(s) + (row % d0) * tl.load(s + 1)
-    e = e.to(tl.int64)
-    at += (e // (d1 * d2 * d3)) * tl.load(s + 2) + ((e // (d2 * d3)) % d1) * tl.load(s + 3)
-    return at + ((e // d3) % d2) * tl.load(s + 4) + (e % d3) * tl.load(s + 5)
-
-
-@triton.jit
-def _rounded(x, seed, col, DTYPE: tl.constexpr, ROUND: tl.constexpr):
-    """x in the parameter's type; if asked, up or down at random, so that no update is lost."""
-    if not ROUND:
-        return x.to(DTYPE)
-    u = seed + col.to(tl.uint32) * 0x9E3779B1
-    u = (u ^ (u >> 16)) * 0x7FEB352D
-    u = (u ^ (u >> 15)) * 0x846CA68B
-    u = u ^ (u >> 16)
-    bits = x.to(tl.uint32, bitcast=True) + (u & 0xFFFF)
-    near = ((bits >> 16) << 16).to(tl.float32, bitcast=True)
-    return tl.where(tl.abs(x) < float("inf"), near, x).to(DTYPE)
-
-
-@triton.jit
-def _read(
-    at,
-    here,
-    col,
-    inside,
-    layout,
-    METHOD: tl.constexpr,
-    AVERAGES: tl.constexpr,
-    STRIDES: tl.constexpr,
-    AGAIN: tl.constexpr,
-):
-    """x, the gradient, buffers and average in these columns of the rows; where all but g lie.
-
-    A long row that is read AGAIN need not stay in the cache. To keep all else was the fastest.
-    """
-    KEEP: tl.constexpr = "evict_first" if AGAIN else "evict_last"
-    p, g, m, r, a = at
-    row, begin, start = here
-    if STRIDES:
-        e = begin + col
-        at_p, at_g = p + _offsets(layout, 0, row, e), g + _offsets(layout, 1, row, e)
-        at_m, at_r = m + _offsets(layout, 2, row, e), r + _offsets(layout, 3, row, e)
-        at_a = a + _offsets(layout, 4, row, e)
-    else:
-        at_p, at_g, at_m = p + start + col, g + start + col, m + start + col
-        at_r, at_a = r + start + col, a + start + col
-    dg = tl.load(at_g, mask=inside, other=0.0, eviction_policy=KEEP)
-    x = tl.load(at_p, mask=inside, other=0.0, eviction_policy=KEEP)
-    buf, rms, mean = x, x, x
-    if METHOD != PLAIN:
-        buf = tl.load(at_m, mask=inside, other=0.0, eviction_policy=KEEP)
-    if METHOD == ADAM:
-        rms = tl.load(at_r, mask=inside, other=0.0, eviction_policy=KEEP)
-    if AVERAGES:
-        mean = tl.load(at_a, mask=inside, other=0.0, eviction_policy=KEEP)
-    return x, dg, buf, rms, mean, at_p, at_m, at_r, at_a
-
-
-@triton.jit
-def _gradient(was, numbers, DECAY: tl.constexpr):
-    """The gradient the rule sees: unscaled, of −f if maximizing, with coupled decay in it."""
-    g = was[1].to(tl.float32) * numbers[0]
-    if DECAY == COUPLED:
-        g = tl.fma(numbers[3], was[0].to(tl.float32), g)
-    return g
-
-
-@triton.jit
-def _adam(was, g, unbiased, numbers):
-    """u = scale·m̂/√v̂, and m and √v as they will be."""
-    m = _lerp(was[2].to(tl.float32), g, numbers[5])  # m ← β₁·m + (1−β₁)·g
-    old, new = numbers[7] * was[3].to(tl.float32), numbers[8] * g
-    a, b = old.to(tl.float64), new.to(tl.float64)
-    endless = (tl.abs(old) == float("inf")) | (tl.abs(new) == float("inf"))
-    rms = tl.where(endless, float("inf"), tl.sqrt(a * a + b * b)).to(tl.float32)
-    ratio = tl.where(rms == 0, m, m / tl.where(rms == 0, 1.0, rms))
-    return unbiased * ratio, m, rms
-
-
-@triton.jit
-def _squares(was, unbiased, numbers, METHOD: tl.constexpr, DECAY: tl.constexpr):
-    u = _gradient(was, numbers, DECAY)
-    if METHOD == ADAM:
-        u, m, rms = _adam(was, u, unbiased, numbers)
-    wide = u.to(tl.float64)
-    return wide * wide
-
-
-@triton.jit
-def _write(
-    was,
-    col,
-    inside,
-    of_row,
-    seed,
-    numbers,
-    DTYPE: tl.constexpr,
-    METHOD: tl.constexpr,
-    DECAY: tl.constexpr,
-    ROUND: tl.constexpr,
-    AVERAGES: tl.constexpr,
-):
-    """x_j ← x_{j-1} − (λ/b_j) g, or with what stands in for g; then the average of x.
-
-    Which product a sum takes unrounded is said (`fma`), or the compiler would choose, and choose
-    differently for a parameter alone and among others.
-    """
-    x, buf = was[0].to(tl.float32), was[2].to(tl.float32)
-    coef, unbiased, share = of_row
-    factor, lam, mu, decay, keep, rest, eta, old, new = numbers
-    g = _gradient(was, numbers, DECAY)
-    if DECAY == DECOUPLED:
-        x = x * keep  # x ← x·(1 − λ·w)
-    if DECAY == BY_RATE:
-        x = tl.fma(-(coef * decay), x, x)  # x ← x·(1 − w·λ/b_j)
-    if METHOD == PLAIN:
-        x = tl.fma(-coef, g, x)
-    elif METHOD == ADAM:
-        u, buf, rms = _adam(was, g, unbiased, numbers)
-        x = tl.fma(-coef, u, x)
-        tl.store(was[7], rms.to(DTYPE), mask=inside, eviction_policy="evict_first")
-    elif METHOD == MOMENTUM:
-        buf = tl.fma(mu, buf, g * coef)  # buf ← μ·buf + g/b_j
-        x = tl.fma(-lam, buf, x)
-    else:
-        buf = tl.fma(mu, buf, rest * g)  # ĝ_j ← β ĝ_{j-1} + (1−β) g
-        x = tl.fma(-coef, buf, x)
-    if AVERAGES:  # x̄ ← x̄ + (η+1)/(k+η)·(x − x̄)
-        mean = _lerp(was[4], x, share)
-        tl.store(was[8], mean, mask=inside, eviction_policy="evict_first")
-    rounded = _rounded(x, seed, col, DTYPE, ROUND)
-    tl.store(was[5], rounded, mask=inside, eviction_policy="evict_first")
-    if METHOD != PLAIN:
-        tl.store(was[6], buf.to(DTYPE), mask=inside, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -292,7 +94,7 @@ def _store(
     RELATIVE: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """Store b, t and the skips of whole rows; return coefficients, the rows that move, their t."""
+    """Store b, t and skips of whole rows; return coefficients, the rows that move, their t."""
     bs = tl.load(r + B).to(tl.pointer_type(tl.float32)) + row
     t = tl.load(r + T).to(tl.pointer_type(tl.float32))
     c, hold = real(tl.load(conf + C)), tl.load(r + HOLD) != 0
@@ -313,25 +115,25 @@ def _store(
         steps = tl.load(t + row * 0, mask=there, other=0.0)
     elif first:
         tl.store(t, tl.load(t) + tl.where(lam != 0, 1.0, 0.0))
-    log_mu = real(tl.load(conf + LOG_MU))
     if RELATIVE:
         lam = lam * tl.load(tl.load(r + NORM).to(tl.pointer_type(tl.float32))).to(tl.float64)
-    return coefficient(new, steps, lam, log_mu, METHOD), live, steps
+    coef, kept = coefficients(held[0], new, lam, real(tl.load(conf + MU)), METHOD)
+    return coef, kept, live, steps
 
 
 @triton.jit
-def _coefficients(r, coefs, row, there, METHOD: tl.constexpr):
+def _found_coefficients(r, coefs, row, there, METHOD: tl.constexpr):
     """What `kernel_split.find_b` has left for rows: coefficients, the rows that move, their t."""
     spot = coefs + (tl.load(r + ROOM) + row) * 2
-    coef = tl.load(spot, mask=there, other=0.0)
-    live = there & (tl.load(spot + 1, mask=there, other=0.0) != 0)
+    coef, kept = tl.load(spot, mask=there, other=0.0), tl.load(spot + 1, mask=there, other=STAYS)
+    live = there & (kept != STAYS)
     t = tl.load(r + T).to(tl.pointer_type(tl.float32)) + row * (METHOD >= RUNNING_MEAN)
-    return coef, live, tl.load(t, mask=there, other=0.0)
+    return coef, kept, live, tl.load(t, mask=there, other=0.0)
 
 
 @triton.jit
 def _numbers(r, conf, lam, scale, SCALE: tl.constexpr, PROPOSED: tl.constexpr):
-    """In float32: what gradients are multiplied by, λ, μ, decay, 1 − λ·decay, 1 − μ, η, Adam's."""
+    """In float32: what gradients are multiplied by, decay, 1 − λ·decay, 1 − μ, η, Adam's."""
     factor, mu = real(tl.load(conf + SIGN)).to(tl.float32), real(tl.load(conf + MU))
     if PROPOSED:
         factor = factor * factor  # 1: the sign is in u already
@@ -339,10 +141,9 @@ def _numbers(r, conf, lam, scale, SCALE: tl.constexpr, PROPOSED: tl.constexpr):
     if SCALE:
         factor = factor / tl.load(scale)
     keep, rest = (1 - lam * decay).to(tl.float32), (1 - mu).to(tl.float32)
-    lam, mu, decay = lam.to(tl.float32), mu.to(tl.float32), decay.to(tl.float32)
     eta = real(tl.load(conf + ETA)).to(tl.float32)
     old, new = real(tl.load(r + OLD_RMS)), real(tl.load(r + NEW_RMS))
-    return factor, lam, mu, decay, keep, rest, eta, old.to(tl.float32), new.to(tl.float32)
+    return factor, decay.to(tl.float32), keep, rest, eta, old.to(tl.float32), new.to(tl.float32)
 
 
 @triton.jit
@@ -399,43 +200,47 @@ def _tile(
             unbiased = _unbiased(r, held[1] + 1, log_mu, METHOD)[:, None]
         # These stay in registers between the norm and the move. A longer row is read a second
         # time, from the cache.
-        was = _read(at, here, cols, inside, layout, METHOD, AVERAGES, STRIDES, False)
+        was = read_entries(at, here, cols, inside, layout, METHOD, AVERAGES, STRIDES, False)
 
         if MODE == MOVES:
-            coef, live, steps = _coefficients(r, coefs, row, there, METHOD)
+            coef, kept, live, steps = _found_coefficients(r, coefs, row, there, METHOD)
             unbiased = _unbiased(r, tl.maximum(steps, 1.0), log_mu, METHOD)[:, None]
         else:
-            squares = _squares(was, unbiased, numbers, METHOD, DECAY)
+            sums = squares(was, unbiased, numbers, METHOD, DECAY)
             if LONG:
                 for c in tl.range(COLS, width, COLS, num_stages=STAGES):
                     more = there[:, None] & (c + cols < width)
-                    also = _read(at, here, c + cols, more, layout, METHOD, AVERAGES, STRIDES, False)
-                    squares += _squares(also, unbiased, numbers, METHOD, DECAY)
-            sq = tl.sum(squares, axis=1)
+                    also = read_entries(
+                        at, here, c + cols, more, layout, METHOD, AVERAGES, STRIDES, False
+                    )
+                    sums += squares(also, unbiased, numbers, METHOD, DECAY)
+            sq = tl.sum(sums, axis=1)
             if MODE == SUMS:
                 tl.store(parts + tl.load(r + PARTS) + rows, sq, mask=there)
             else:
                 opens = (pid == first) & (k == 0)
-                coef, live, steps = _store(
+                coef, kept, live, steps = _store(
                     r, row, there, opens, held, sq, lam, conf,
                     METHOD, SKIP, LATCH, RATED, RELATIVE, COUNTED,
                 )  # fmt: skip
 
         if MODE != SUMS:
             on = live[:, None]
-            coef, steps = coef[:, None], steps[:, None]
-            share = (numbers[6] + 1) / (steps + numbers[6])
-            of_row = (coef, unbiased, share)
+            coef, kept, steps = coef[:, None], kept[:, None], steps[:, None]
+            share = (numbers[4] + 1) / (steps + numbers[4])
+            of_row = (coef, kept, unbiased, share)
             seed = start[:, None].to(tl.uint32) * 0x9E3779B1 + steps.to(tl.uint32) * 0x85EBCA77
-            _write(
+            write_entries(
                 was, cols, inside & on, of_row, seed, numbers,
                 DTYPE, METHOD, DECAY, ROUND, AVERAGES,
             )  # fmt: skip
             if LONG:
                 for c in tl.range(COLS, width, COLS, num_stages=STAGES):
                     more = on & (c + cols < width)
-                    was = _read(at, here, c + cols, more, layout, METHOD, AVERAGES, STRIDES, True)
-                    _write(
+                    was = read_entries(
+                        at, here, c + cols, more, layout, METHOD, AVERAGES, STRIDES, True
+                    )
+                    write_entries(
                         was, c + cols, more, of_row, seed, numbers,
                         DTYPE, METHOD, DECAY, ROUND, AVERAGES,
                     )  # fmt: skip

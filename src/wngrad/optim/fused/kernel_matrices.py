@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from wngrad.optim.fused.kernel import MU, SETTINGS, SIGN, lam_of, real, words
+from wngrad.optim.fused.kernel_rule import MU, SETTINGS, SIGN, lam_of, real, words
 from wngrad.optim.fused.records import TRITON_MATRIX
 from wngrad.polynomials import ABOVE
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from wngrad.optim.fused.kernel import (
-    LOG_MU,
+from wngrad.optim.fused.kernel_rule import (
+    MU,
     RUNNING_MEAN,
     SETTINGS,
+    STAYS,
     C,
-    coefficient,
+    coefficients,
     lam_of,
     next_b,
     real,
@@ -75,9 +76,9 @@ def find_b(
     stored = live
     if LATCH:
         live = live & (new != 0)
-    log_mu = real(tl.load(conf + LOG_MU))
     rows = (row, there, live, stored, skips)
-    _store_members(f, members, coefs, rows, new, lam, log_mu, METHOD, SKIP, RELATIVE, WIDTH)
+    mu = real(tl.load(conf + MU))
+    _store_members(f, members, coefs, rows, new, lam, mu, METHOD, SKIP, RELATIVE, WIDTH)
 
 
 @triton.jit
@@ -113,7 +114,7 @@ def _shared_b(f, members, row, there, R: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _store_members(
-    f, members, coefs, rows, new, lam, log_mu,
+    f, members, coefs, rows, new, lam, mu,
     METHOD: tl.constexpr, SKIP: tl.constexpr, RELATIVE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """b, t and skips of every member that is present, and the coefficients of its move."""
@@ -126,6 +127,7 @@ def _store_members(
         present = listed & (tl.load(m + M_PRESENT, mask=listed, other=0) != 0)
         inside = there[:, None] & present
         bs = tl.load(m + M_B, mask=present, other=0).to(tl.pointer_type(tl.float32))
+        before = tl.load(bs + row[:, None], mask=inside, other=1.0)  # of each its own
         tl.store(bs + row[:, None], new[:, None] + span * 0.0, mask=inside & stored[:, None])
         ts = tl.load(m + M_T, mask=present, other=0).to(tl.pointer_type(tl.float32))
         if METHOD >= RUNNING_MEAN:
@@ -140,10 +142,11 @@ def _store_members(
             more = tl.load(counts + row[:, None], mask=inside, other=0) + 1
             tl.store(counts + row[:, None], more, mask=inside & skips[:, None])
         room = tl.load(m + M_ROOM, mask=present, other=0)
-        coef = coefs + (room + row[:, None]) * 2
+        spot = coefs + (room + row[:, None]) * 2
         rate = lam
         if RELATIVE:
             norms = tl.load(m + M_NORM, mask=present, other=0).to(tl.pointer_type(tl.float32))
             rate = lam * tl.load(norms, mask=present, other=0.0).to(tl.float64)
-        tl.store(coef, coefficient(new[:, None], t, rate, log_mu, METHOD), mask=inside)
-        tl.store(coef + 1, live.to(tl.float32)[:, None] + span * 0.0, mask=inside)
+        coef, kept = coefficients(before, new[:, None], rate, mu, METHOD)
+        tl.store(spot, coef + span * 0.0, mask=inside)
+        tl.store(spot + 1, tl.where(live[:, None], kept, STAYS) + span * 0.0, mask=inside)
