@@ -85,7 +85,7 @@ def starter() -> str:
     return files("wngrad.lab.sweep.starters").joinpath("train.py").read_text()
 
 
-@pytest.mark.parametrize(("text", "least"), [(LOADERS, 4 * 66_000), (starter(), 4 * 354)])
+@pytest.mark.parametrize(("text", "least"), [(LOADERS, 4 * 35_330), (starter(), 4 * 354)])
 def test_a_training_runs_on_the_device_and_its_memory_is_known(text, least, tmp_path):
     asked = planned(tmp_path, text, [0.01, 0.1], ["sgd", "adamw", "wngrad", "wnmuon"])
     results = run(asked, tmp_path / "out", "cuda")

@@ -128,10 +128,10 @@ def main(commands: Iterable[str], events: int) -> int:
                 session.run_pack(command["pack"], command["failed"])
             else:
                 tell({"kind": "packs", "packs": [pack.name for pack in session.open()]})
-            if session.device != "cpu":
-                free(session.device)  # others may share the GPU
             # An error on CUDA often stays with the process: the next run gets another one.
             leaves = bool(failed) and session.device != "cpu"
+            if session.device != "cpu" and not leaves:
+                free(session.device)  # others may share the GPU
             ended(0, "finished", **({"leaves": True} if leaves else {}))
             stop.busy = False
             if leaves:
