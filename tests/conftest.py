@@ -18,6 +18,9 @@ import pytest
 # Each worker of pytest has a core to itself, and a second thread is slower than none on tensors as
 # small as these. Said before torch is imported; processes that a test starts inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Some virtual machines name AMX among their instructions and do not let it be used: torch's
+# products in bfloat16 then end the process.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 import torch
 from hypothesis import HealthCheck, settings
