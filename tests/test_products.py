@@ -50,7 +50,9 @@ def scale(shape):
 def test_singular_values_come_within_the_promised_interval(monkeypatch, large):
     if large:  # as if they were: square ones are stepped themselves
         monkeypatch.setattr(matrices_cuda, "LARGE_SIDE", 1)
-        monkeypatch.setattr(matrices_cuda, "LARGE", matrices_cuda.SMALL._replace(side=32, depth=32))
+        monkeypatch.setattr(
+            matrices_cuda, "LARGE", matrices_cuda.SMALL._replace(side=32, depth=32, across=64)
+        )
     cases = [(spectrum, shape) for shape in SHAPES for spectrum in SPECTRA]
     made = [matrix(spectrum, *shape) for spectrum, shape in cases]
     sizes = torch.logspace(-30, 30, len(made))

@@ -83,6 +83,8 @@ def sum_squares(
     pid = tl.program_id(0)
     r = rec + tl.load(matrices + pid).to(tl.int64) * WORDS
     size = tl.load(r + ROWS) * tl.load(r + COLUMNS)
+    if WIDE:
+        size = tl.multiple_of(size, 16)
     begin = (pid - tl.load(r + FIRST_SUM)) * PIECE
     inputs = _inputs(r, grads, conf, scale, DTYPE, SCALE, WIDE)
     squares = tl.zeros([TILE], tl.float64)
@@ -126,12 +128,15 @@ def fill(
     i = tl.load(matrices + pid).to(tl.int64)
     r = rec + i * WORDS
     rows, columns = tl.load(r + ROWS), tl.load(r + COLUMNS)
-    width, size = tl.load(r + WIDTH), tl.load(r + HEIGHT) * tl.load(r + WIDTH)
+    width = tl.load(r + WIDTH)
+    # Said of the size, too, or a mask keeps 16 bytes from being stored at a time.
+    size = tl.multiple_of(tl.load(r + HEIGHT) * width, 16)
     here = conf + tl.load(r + GROUP_NUMBER) * SETTINGS
     factor = tl.load(factors + i)
     lam = lam_of(here, found, FOUND)
     if SKIP:  # A step without rate changes nothing.
         lam = tl.where(factor < float("inf"), lam, 0.0)
+    kept = tl.multiple_of(tl.where(lam != 0, size, 0), 16)
     begin = (pid - tl.load(firsts + i)).to(tl.int64) * PIECE
     x += _aligned(r + X_AT)
     inputs = _inputs(r, grads, conf, scale, DTYPE, SCALE, WIDE)
@@ -144,7 +149,7 @@ def fill(
             inside = (row < rows) & (column < columns) & (to < size)
             e = row * columns + column
         m, ahead = _ahead(inputs, e, inside)
-        tl.store(inputs[1] + e, m.to(DTYPE), mask=inside & (tl.where(inside, lam, 0.0) != 0))
+        tl.store(inputs[1] + e, m.to(DTYPE), mask=inside & (to < kept))
         scaled = (ahead.to(tl.float64) * factor).to(tl.float32)
         # A matrix that is not finite is so everywhere.
         scaled = tl.where(factor < float("inf"), scaled, float("nan"))

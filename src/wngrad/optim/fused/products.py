@@ -50,14 +50,15 @@ class Blocks(NamedTuple):
 
     side: int  # of a tile
     depth: int  # of a product that is loaded at once; it divides the side
-    warps: int
-    stages: tuple[int, int]  # loads ahead: of square matrices, and of X
+    across: int  # columns of a tile of P·X; a multiple of the side
+    warps: tuple[int, int, int]  # for square matrices, XXᵀ and P·X
+    stages: tuple[int, int, int]  # loads ahead
     piece: int  # elements that one program fills
     tile: int  # elements that it fills at once
 
 
-LARGE = Blocks(128, 64, 4, (3, 4), 2**14, 2**11)
-SMALL = Blocks(64, 64, 4, (4, 4), 2**12, 2**10)
+LARGE = Blocks(128, 64, 256, (4, 4, 8), (3, 4, 4), 2**14, 2**11)
+SMALL = Blocks(64, 64, 64, (4, 4, 4), (4, 4, 4), 2**12, 2**10)
 LARGE_SIDE = 1024  # from which on a matrix is large
 NEARLY_SQUARE = 1.3  # the longer side over the shorter up to which X is stepped itself
 
@@ -73,7 +74,7 @@ class Batch:
         self, matrices: Sequence[Matrix], blocks: Blocks, steps: bool, device: torch.device
     ) -> None:
         self.blocks, self.steps, self.device = blocks, steps, device
-        padded = [(_up(m.rows, blocks.side), _up(m.columns, blocks.side)) for m in matrices]
+        padded = [(_up(m.rows, blocks.across), _up(m.columns, blocks.across)) for m in matrices]
         sides = [min(size) for size in padded]
         tall = [size[0] > size[1] for size in padded]
         lower = [_lower(side // blocks.side) for side in sides]
@@ -88,7 +89,8 @@ class Batch:
             words += [m.group, bits(SHRINK * m.scale), x[i], m.u, square[i], sides[i]]
             words += [sums[i], sums[i + 1] - sums[i], tiles[i], tiles[i + 1] - tiles[i]]
         ends = [m.u + m.rows * m.columns for m in matrices]
-        self.x_size, self.square_size = max(x[-1], *ends), square[-1]
+        # X and its successor, and as many squares as either way of working needs at a time.
+        self.sizes = [_up(max(x[-1], *ends), 16)] * 2 + [square[-1]] * (3 if steps else 5)
         self.sums, self.tiles, self.count = sums[-1], tiles[-1], len(matrices)
         self.exact = all(size == m[3:5] for size, m in zip(padded, matrices, strict=True))
         self.records = Table(words, device)
@@ -98,9 +100,10 @@ class Batch:
         self.lower = _table(_numbered(lower), device)
         wide = _table(_chosen(lower, tiles, [not t for t in tall]), device)
         self.grams = [(False, wide), (True, _table(_chosen(lower, tiles, tall), device))]
-        square_tiles = [_grid(side, side, blocks.side) for side in sides]
+        square_tiles = [_grid(side, side, blocks.side, blocks.side) for side in sides]
         self.squares = _table(_numbered(square_tiles), device)
-        self.whole = _table(_numbered([_grid(*size, blocks.side) for size in padded]), device)
+        whole = [_grid(*size, blocks.side, blocks.across) for size in padded]
+        self.whole = _table(_numbered(whole), device)
 
 
 def _up(n: int, multiple: int) -> int:
@@ -115,9 +118,9 @@ def _lower(n: int) -> list[tuple[int, int]]:
     return [(row, column) for row in range(n) for column in range(row + 1)]
 
 
-def _grid(height: int, width: int, side: int, together: int = 8) -> list[tuple[int, int]]:
+def _grid(height: int, width: int, side: int, across: int) -> list[tuple[int, int]]:
     """All tiles, some rows of them together: they read the same columns while those are cached."""
-    rows, columns = height // side, width // side
+    rows, columns, together = height // side, width // across, 8
     return [
         (row, column)
         for first in range(0, rows, together)
@@ -152,12 +155,12 @@ class Workspace:
     """Memory that one batch after another works in."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
-        device = batches[0].device
-        x, square = max(b.x_size for b in batches), max(b.square_size for b in batches)
-        sizes = [x, x] + [square] * 5
-        self.x, self.y, *self.squares = (
-            torch.empty(size, dtype=torch.float16, device=device) for size in sizes
-        )
+        size = max(sum(batch.sizes) for batch in batches)
+        self._memory = torch.empty(size, dtype=torch.float16, device=batches[0].device)
+
+    def of(self, batch: Batch) -> list[Tensor]:
+        """X, its successor, and squares."""
+        return list(torch.split(self._memory[: sum(batch.sizes)], batch.sizes))
 
 
 class Launch:
@@ -185,30 +188,32 @@ class Launch:
 
 
 class Products:
-    """X → U of a batch, in the workspace's memory: from `workspace.x` to `u`."""
+    """X → U of a batch, in the workspace's memory: from `x` to `u`."""
 
     def __init__(self, batch: Batch, workspace: Workspace) -> None:
         from wngrad.optim.fused import kernel_matrices as kernel
 
-        self._kernel, self._batch, self._space = kernel, batch, workspace
+        self._kernel, self._batch = kernel, batch
+        self.x, self._y, *self._squares = workspace.of(batch)
         floats = {"dtype": torch.float32, "device": batch.device}
         self._sums = torch.empty(2, max(1, batch.tiles), **floats)  # type: ignore[call-overload]
         self._scales = torch.empty(batch.count, **floats)  # type: ignore[call-overload]
         blocks = batch.blocks
-        square, of_x = blocks.stages
-        self._square = {"num_warps": blocks.warps, "num_stages": square}
-        self._of_x = {"num_warps": blocks.warps, "num_stages": of_x}
+        self._square, self._of_x, self._to_x = (
+            {"num_warps": warps, "num_stages": stages}
+            for warps, stages in zip(blocks.warps, blocks.stages, strict=True)
+        )
         self._cut = {"BLOCK": blocks.side, "DEPTH": blocks.depth}
         self._launches = list(self._steps() if batch.steps else self._all())
-        self.u = workspace.y if batch.steps else workspace.x
+        self.u = self._y if batch.steps else self.x
 
     def run(self) -> None:
         for launch in self._launches:
             launch()
 
     def _all(self) -> Iterable[Launch]:
-        x, y = self._space.x, self._space.y
-        g, s, p, q, h = self._space.squares
+        x, y = self.x, self._y
+        g, s, p, q, h = self._squares
         _, b, *rest = COEFFICIENTS
         yield from self._start(x, g, s, p)
         yield from (self._product(p, g, h), self._product(p, h, q))  # A ← P₁·A·P₁
@@ -224,8 +229,8 @@ class Products:
 
     def _steps(self) -> Iterable[Launch]:
         """Five steps of X."""
-        x, y = self._space.x, self._space.y
-        g, s, p, *_ = self._space.squares
+        x, y = self.x, self._y
+        g, s, p = self._squares
         yield from self._start(x, g, s, p)
         yield self._apply(p, x, y)
         for k, terms in enumerate(COEFFICIENTS[1:], 2):
@@ -277,14 +282,14 @@ class Products:
         tensors = (batch.lower, batch.records.tensor, g, s, *self._sums, out, self._scales)
         numbers = dict(zip("abc", terms, strict=True))
         sizes = {"BLOCK": batch.blocks.side, "WIDTH_OF_SUMS": WIDTH_OF_SUMS}
-        options = {**numbers, **sizes, "num_warps": batch.blocks.warps}
+        options = {**numbers, **sizes, "num_warps": batch.blocks.warps[0]}
         return Launch(self._kernel.first_polynomial, len(batch.lower), *tensors, **options)
 
     def _apply(
         self, square: Tensor, x: Tensor, out: Tensor, *, first: bool = True, last: bool = False
     ) -> Launch:
-        batch, side = self._batch, self._batch.blocks.side
+        batch, blocks = self._batch, self._batch.blocks
         tensors = (batch.whole, batch.records.tensor, square, x, out, self._scales)
-        flags = {"FIRST": first, "LAST": last, "EXACT": batch.exact, "DEPTH": batch.blocks.depth}
-        cut = {"BLOCK_M": side, "BLOCK_N": side}
-        return Launch(self._kernel.apply, len(batch.whole), *tensors, **flags, **cut, **self._of_x)
+        flags = {"FIRST": first, "LAST": last, "EXACT": batch.exact, "DEPTH": blocks.depth}
+        cut = {"BLOCK_M": blocks.side, "BLOCK_N": blocks.across}
+        return Launch(self._kernel.apply, len(batch.whole), *tensors, **flags, **cut, **self._to_x)
