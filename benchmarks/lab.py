@@ -128,7 +128,7 @@ def variant(name: str) -> Iterator[None]:
         if name == "autocast":
             stack.enter_context(mock.patch.object(branches._Branch, "weights", as_they_are))
         if name in ("plain", "eager"):
-            stack.enter_context(mock.patch.object(branches, "by_kernels"))
+            stack.enter_context(mock.patch.object(branches, "use_kernels"))
         if name == "eager":
             stack.enter_context(mock.patch.object(Fused, "compiles", False))
         yield

@@ -38,8 +38,10 @@ def trained(sweep: Sweep, shape: tuple[int, ...]) -> Program:
 @pytest.mark.parametrize(("model", "kind", "shape", "count"), CASES, ids=lambda v: str(v)[:8])
 def test_a_training_step_and_a_test_compile_few_programs(monkeypatch, model, kind, shape, count):
     sweep = replace(
-        SWEEP, model=model, program=kind, optimizers=("wngrad",), batch=20, precision="float64"
-    )  # the test set is a whole number of batches, as it is in the paper's data
+        SWEEP, model=model, program=kind, optimizers=("wngrad",), batch=20, precision="float64",
+        lanes_per_pack=None,
+    )  # fmt: skip
+    # The test set is a whole number of batches, as it is in the paper's data
     plain, counter = trained(sweep, shape), CompileCounter()
     torch._dynamo.reset()
     monkeypatch.setattr(Fused, "compiles", property(lambda self: True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from wngrad.lab.train import models, norm
@@ -81,12 +81,15 @@ def test_bfloat16_tables_are_rounded_once():
     torch.testing.assert_close(y.float(), torch.relu(wide), rtol=2**-7, atol=2**-7)
 
 
-def test_the_network_is_the_one_it_was():
-    """He's ResNet-18 with its ReLUs written out, the same weights in the same order."""
-    net = models.build("resnet18", (3, 32, 32), 10, seed=3).eval()
+@pytest.mark.parametrize("training", [True, False])
+def test_a_network_that_uses_kernels_is_the_one_it_was(monkeypatch, training):
+    """Every normalization goes through `norm`, and no ReLU is taken twice, or left out."""
+    calls = []
+    real = norm._suits
+    monkeypatch.setattr(norm, "_suits", lambda *args: bool(calls.append(args)) or real(*args))
+    plain, fused = (models.build("resnet18", (3, 32, 32), 10, seed=3) for _ in range(2))
+    norm.use_kernels(fused)
     x = torch.randn(2, 3, 32, 32)
-    h = torch.relu(nn.BatchNorm2d.forward(net[1], net[0](x)))
-    for block in net[2:10]:
-        y = torch.relu(block.bn1(block.conv1(h)))
-        h = torch.relu(block.bn2(block.conv2(y)) + block.around(h))
-    assert torch.equal(net[10:](h), net(x))
+    assert torch.equal(plain.train(training)(x), fused.train(training)(x))
+    assert len(calls) == 20
+    assert str(plain) == str(fused)

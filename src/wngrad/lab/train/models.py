@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from wngrad.lab.train.loader import load_callable
-from wngrad.lab.train.norm import NormReLU, norm
+from wngrad.lab.train.norm import norm
 
 if TYPE_CHECKING:
     from wngrad.lab.train.data import Data
@@ -81,7 +81,8 @@ def resnet18(shape: tuple[int, ...], classes: int, width: int = 64) -> nn.Module
     """ResNet-18 (He et al., 2015) with the stem for small images: 3×3, no max-pool (Figure 3)."""
     layers: list[nn.Module] = [
         nn.Conv2d(shape[0], width, 3, padding=1, bias=False),
-        NormReLU(width),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
     ]
     before = width
     for level in range(4):

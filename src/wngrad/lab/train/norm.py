@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ PROGRAMS = 512  # that add up a table: some for each multiprocessor of a GPU
 def norm(
     bn: nn.BatchNorm2d, x: Tensor, residual: Tensor | None = None, relu: bool = True
 ) -> Tensor:
-    """relu(bn(x) + residual); by our kernels, where `by_kernels` has asked for them."""
+    """relu(bn(x) + residual); by our kernels, where `use_kernels` has asked for them."""
     if getattr(bn, "by_kernels", False) and _suits(bn, x, residual):
         args = (bn.running_mean, bn.running_var, residual, bn.momentum, bn.eps, relu)
         y: Tensor = Norm.apply(x, bn.weight, bn.bias, *args)  # type: ignore[no-untyped-call]
@@ -25,18 +27,23 @@ def norm(
     return torch.relu(y) if relu else y
 
 
-def by_kernels(model: nn.Module, yes: bool) -> None:
-    """Have a network's batch normalization on CUDA done by our kernels, as it trains."""
+def use_kernels(model: nn.Module) -> None:
+    """Have a network's batch normalization done by our kernels, as it trains on CUDA.
+
+    In a Sequential, with the ReLU behind it, which then has nothing left to do.
+    """
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):
-            layer.by_kernels = yes  # type: ignore[assignment]
+            layer.by_kernels = True  # type: ignore[assignment]
+        if isinstance(layer, nn.Sequential):
+            for bn, relu in itertools.pairwise(layer):
+                if isinstance(bn, nn.BatchNorm2d) and isinstance(relu, nn.ReLU):
+                    bn.forward = partial(norm, bn)  # type: ignore[method-assign]
+                    relu.forward = _same  # type: ignore[method-assign, assignment]
 
 
-class NormReLU(nn.BatchNorm2d):
-    """Batch normalization, then ReLU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return norm(self, x)
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def _suits(bn: nn.BatchNorm2d, x: Tensor, residual: Tensor | None) -> bool:

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from wngrad.lab.train import models
 from wngrad.lab.train.data import Data
-from wngrad.lab.train.norm import by_kernels
+from wngrad.lab.train.norm import use_kernels
 from wngrad.lab.train.objective import Sums
 from wngrad.lab.train.programs.base import Fused, copy_into, move
 from wngrad.lab.train.spec import Lane, Pack, Setting, Sweep
@@ -38,7 +38,8 @@ class Branches(Fused):
         self._loss, self._sums_of = self._training_loss, self._test_sums
         if self.network_by == "compiler":
             self._loss, self._sums_of = self.compiled(self._loss), self.compiled(self._sums_of)
-        by_kernels(self.lanes[0].model, self.network_by == "kernels")
+        else:
+            use_kernels(self.lanes[0].model)
         self._move = self.compiled(move)
         if self.device.type == "cuda":
             self.streams = [torch.cuda.Stream() for _ in self.lanes]  # type: ignore[no-untyped-call]

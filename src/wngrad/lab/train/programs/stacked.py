@@ -49,8 +49,11 @@ class Stacked(Fused):
     def _evaluate(self) -> list[Tensor]:
         seeds, totals = len(self.pack.seeds), self._totals()
         for x, y, its in self.test_chunks(totals, self._test_size):
-            with torch.set_grad_enabled(self.compiles):  # as what was compiled for training
-                logits = self.stack(self.params, x.expand(seeds, *x.shape)).detach()
+            batch = x.expand(seeds, *x.shape)
+            if self.compiles:  # alike in memory to a batch of training, as in everything else
+                batch = batch.contiguous()
+            with torch.set_grad_enabled(self.compiles):
+                logits = self.stack(self.params, batch).detach()
             sums = self.objective.lanes_sums(logits, y.expand(seeds, *y.shape))
             for total, value in zip(its, sums, strict=True):
                 total += value
