@@ -845,6 +845,26 @@ def test_what_is_orthogonalized_in_a_way_of_its_own_goes_the_plain_way(options, 
     assert set(both.fused.why_plain().values()) == {f"it is orthogonalized, and {reason}"}
 
 
+@pytest.mark.parametrize("per", ["neuron", "tensor"])
+def test_norms_are_read_by_every_engine(per):
+    """In rows that a program has whole, and in those that are cut or share one b."""
+    sizes = [(3, 5), (2, 300), (7,), (1, 2)]
+    tensors = [(k + 1) * each for k, each in enumerate(drawn(*sizes))]
+    both = Both(WNMuon, tensors, finetune=True, per=per, average=None)
+    both.step(0)
+    both.set(lr=0.1)
+    both.step(1)
+    norms = [float(its["norm"]) for its in both.fused.state.values()]
+    assert len({round(norm, 3) for norm in norms}) == 4
+    assert not both.fused.why_plain()
+    before = [p.detach().clone() for p in both.ours]
+    for its in both.fused.state.values():
+        its["norm"].zero_()  # in place, so that nothing but the kernels can see it
+    both.give(2)
+    both.fused.step()
+    assert all(map(torch.equal, both.ours, before))
+
+
 @only_c
 def test_the_role_of_a_group_may_change_between_steps():
     """A matrix becomes an embedding, whose rows without a gradient stay, and another layout."""

@@ -15,6 +15,7 @@ from experiments.untuned.page import fill
 from experiments.untuned.plan import Run, read
 from wngrad.lab.report.markdown import table
 
+LLAMA = next(task.steps for task in TASKS.values() if task.mode.startswith("peft"))
 Key = tuple[str, str, float, int]  # a task, a method, λ and steps
 OURS = "finetune"
 _OURS = (OURS, METHODS[OURS].defaults[0])
@@ -52,6 +53,10 @@ class Results:
         return [
             name for name, t in TASKS.items() if name in known and (not modes or _mode(t) in modes)
         ]
+
+
+def _llama(results: Results) -> list[str]:
+    return [name for name in results.tasks(steps=LLAMA) if name.startswith("peft")]
 
 
 def _texts(names: list[str]) -> list[str]:
@@ -98,6 +103,7 @@ def regions(results: Results) -> dict[str, list[str]]:
         "curve": _curve(results, middle),
         "images": _losses(results, images),
         "modes": _modes(results, rest),
+        "peft": _losses(results, _llama(results), steps=LLAMA),
         "bf16": _half(results, half),
         **{f"steps-{n}": _losses(results, _texts(results.tasks(*MIDDLE, steps=n)), steps=n)
            for n in sorted(STEPS[1:])},

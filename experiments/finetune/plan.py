@@ -13,8 +13,8 @@ from experiments.untuned.plan import Records, Run, cost
 MIDDLE = ("full", f"lora-{LORA[0][0]}-{LORA[0][1]}")  # the two modes that are tuned
 SHORT = ("finetune", "prodigy", "schedulefree", "adamw")  # where everybody would be too many
 HALF = ("finetune", "no-average", "nearest", "adamw", "prodigy")
-# At defaults; over grids; images; weights in bfloat16; other ranks, modes and lengths.
-PARTS = ("defaults", "tuned", "image", "half", "modes", "length", "length-tuned")
+# At defaults; over grids; images; weights in bfloat16; other ranks and modes; peft; other lengths.
+PARTS = ("defaults", "tuned", "image", "half", "modes", "peft", "length", "length-tuned")
 GRIDS = ("tuned", "image", "length-tuned")
 Cell = tuple[FineTuning, FineTuner, float, int]  # a task, a method, λ and steps
 
@@ -72,6 +72,8 @@ class Plan:
 def _belongs(task: FineTuning, part: str) -> bool:
     if part in ("image", "half") or task.half or not task.context:
         return part == ("half" if task.half else "text" if task.context else "image")
+    if part == "peft" or task.mode.startswith("peft"):
+        return part == "peft" and task.mode.startswith(part)
     return (task.mode in MIDDLE) != (part == "modes")
 
 
@@ -87,7 +89,7 @@ def _takes_part(method: FineTuner, part: str) -> bool:
 
 def _runs(task: FineTuning, method: FineTuner, part: str) -> Iterable[Cell]:
     lams = method.lams if part in GRIDS else method.defaults or method.lams[:1]
-    lengths = STEPS[1:] if part.startswith("length") else STEPS[:1]
+    lengths = STEPS[1:] if part.startswith("length") else (task.steps,)
     return [(task, method, lam, steps) for steps in lengths for lam in lams]
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from experiments.finetune import llama
 from experiments.finetune.lora import add_lora
 from experiments.tournament import tasks as tournament
 from experiments.tournament.contestants import named
@@ -34,7 +35,7 @@ class FineTuning(Task):
     """
 
     source: str = ""  # the task whose network it starts from
-    mode: str = "full"  # "full", "head-first" or "lora-RANK-ALPHA"
+    mode: str = "full"  # "full", "head-first", "lora-RANK-ALPHA" or "peft-RANK-ALPHA"
     half: bool = False  # weights in bfloat16
     starts: Path | None = None  # the folder of the pre-trained networks
     first: Callable[[Path | None], Split] | None = None  # the source's data; of a source, another's
@@ -65,8 +66,10 @@ class FineTuning(Task):
                 assert self.starts is not None
                 state = torch.load(self.starts / f"{self.source}.pt", weights_only=True)
                 model.load_state_dict(state)
-            if self.mode.startswith("lora"):
-                model = add_lora(model, *map(int, self.mode.split("-")[1:]))
+            if self.mode.startswith(("lora", "peft")):
+                kind, rank, alpha = self.mode.split("-")
+                add = add_lora if kind == "lora" else llama.add_peft
+                model = add(model, int(rank), int(alpha))
         return model.to(torch.bfloat16) if self.half else model
 
 
@@ -165,12 +168,35 @@ def _of_images() -> list[FineTuning]:
     return [whole, *_modes(base, "mnist-digits", [])[:2]]
 
 
-_ALL = [*_of_text("", 256, 4, 128, 32), *_of_images(), *_of_text("tiny-", 64, 2, 64, 16)]
+def _of_llama(context: int = 64) -> list[FineTuning]:
+    """LoRA as peft has it, on Hugging Face's Llama; for a core, since a GPU need not have them."""
+    python_, other = (partial(load, context=context) for load, _ in _TEXTS.values())
+    text = f"a Llama of bytes, 2 layers, width 64, context {context}, "
+    whole = FineTuning(
+        "peft-python", "choosing", f"{text}on python", llama.ByteLlama, python_, 500, 16,
+        context=context, first=other,
+    )  # fmt: skip
+    base = replace(
+        whole, load=other, steps=200, source=whole.name, first=python_,
+        text=f"{text}from python to shakespeare",
+    )  # fmt: skip
+    modes = [f"peft-{rank}-{alpha}" for rank, alpha in ((8, 8), (8, 16))]
+    name = "peft-python-shakespeare"
+    return [whole, *(replace(base, name=f"{name}.{mode}", mode=mode) for mode in modes)]
+
+
+_SMALL = ("tiny-", "peft-")  # tasks that are run when they are asked for
+_ALL = [
+    *_of_text("", 256, 4, 128, 32),
+    *_of_images(),
+    *_of_text("tiny-", 64, 2, 64, 16),
+    *_of_llama(),
+]
 STARTS: dict[str, FineTuning] = {task.name: task for task in _ALL if not task.source}
 TASKS: dict[str, FineTuning] = {task.name: task for task in _ALL if task.source}
 
 
 def find(names: list[str]) -> list[FineTuning]:
     """The tasks called `names`; all of the ordinary size if there are none."""
-    ordinary = {name: task for name, task in TASKS.items() if not name.startswith("tiny-")}
+    ordinary = {name: task for name, task in TASKS.items() if not name.startswith(_SMALL)}
     return named("tasks", names, TASKS) if names else list(ordinary.values())

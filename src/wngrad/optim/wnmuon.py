@@ -59,6 +59,9 @@ class WNMuon(BlockOptimizer):
             with one row for each index of dimension 0, and the rest are vectors.
         lr: ρ, the length of a step in units of a neuron.
         momentum: μ, and β₁ of the vectors.
+        finetune: for weights that were trained before: ρ is in units of each parameter's own norm
+            at its first step, the root mean square of a matrix's row norms or of a vector's
+            entries (at least 0.1, and 1/√3 where all is zero, as B of LoRA is).
         b_init: C: as many steps are about alike as C²/2 is.
         average: η of the polynomial average x̄ ← x̄ + (η+1)/(k+η)·(x − x̄), which training never
             reads; None to save its memory, and to evaluate the weights themselves.
@@ -81,7 +84,7 @@ class WNMuon(BlockOptimizer):
     Note:
         A gradient that is not finite spoils its whole matrix, which `nonfinite="skip"` then leaves
         as it was. ρ, C, η, μ, w and the rest were chosen on four tasks and judged on others:
-        docs/nothing-to-tune.md.
+        docs/nothing-to-tune.md. `finetune` and rivals: docs/fine-tuning.md.
     """
 
     own_settings: ClassVar[checks.Own] = (
