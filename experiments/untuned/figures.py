@@ -1,4 +1,4 @@
-"""The figures: AdamW over its learning rate, and WNMuon as the level that needs none."""
+"""The figures: AdamW over its learning rate, WNMuon as the level that needs none; its settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.tournament.contestants import named
-from experiments.untuned.methods import METHODS
+from experiments.untuned.methods import METHODS, RHO, C
 from experiments.untuned.tables import Results
 from experiments.untuned.tasks import TASKS, Task
 from wngrad.lab.report.cells import Cell
@@ -18,7 +18,7 @@ POINTS = {"muon": (MUON, "D"), "schedulefree-adamw": (FREE, "s")}
 
 
 def write(results: Results, folder: Path, front: str) -> list[Path]:
-    """Draw front.png, one task, and panels.png, all of them, into `folder`.
+    """Draw front.png, one task, panels.png, all of them, and flat.png into `folder`.
 
     Raises:
         ValueError: there is no task called `front`.
@@ -27,10 +27,11 @@ def write(results: Results, folder: Path, front: str) -> list[Path]:
 
     (task,) = named("front", [front], TASKS)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / "front.png", folder / "panels.png"]
+    paths = [folder / f"{name}.png" for name in ("front", "panels", "flat")]
     with matplotlib.rc_context({"font.size": 10}):
         _front(results, task).savefig(paths[0], dpi=140)
         _panels(results).savefig(paths[1], dpi=110)
+        _flat(results).savefig(paths[2], dpi=130)
     return paths
 
 
@@ -65,6 +66,40 @@ def _panels(results: Results) -> Any:
         handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False
     )
     return fig
+
+
+def _flat(results: Results) -> Any:
+    """What it costs to move ρ or C, on the tasks that they were chosen on."""
+    from matplotlib.figure import Figure
+
+    fig: Any = Figure(figsize=(9.6, 4.0), layout="constrained")
+    axes = fig.subplots(1, 2, sharey=True)
+    moved = (("wnmuon-rho", RHO, "ρ"), ("wnmuon-c", C, "C"))
+    for ax, (method, default, letter) in zip(axes, moved, strict=True):
+        for task in (task for task in results.tasks if task.group == "choosing"):
+            curve = worse(results, task, method, default)
+            settings, costs = [x for x, _ in curve], [y for _, y in curve]
+            ax.plot(settings, costs, marker="o", markersize=4, label=task.name)
+        ax.axhspan(-2, 2, color="#e6e6e6", alpha=0.6, linewidth=0)
+        ax.set_xscale("log")
+        ax.set_xlabel(f"{letter} (default {default:g})")
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("worse than at the default, %")
+    axes[0].legend(frameon=False)
+    return fig
+
+
+def worse(results: Results, task: Task, method: str, default: float) -> list[tuple[float, float]]:
+    """(setting, by how many per cent loss rises or accuracy falls), from the records there are."""
+    cells = {lam: results.cell(task, method, lam) for lam in results.lams(task, method)}
+    ours = results.best(task, "wnmuon")
+    if ours is None or ours[1].mean is None:
+        return []
+    means = {default: ours[1].mean} | {
+        lam: cell.mean for lam, cell in cells.items() if cell.mean is not None
+    }
+    sign = -1 if ours[1].metric == "test_accuracy" else 1
+    return [(lam, 100 * sign * (means[lam] / ours[1].mean - 1)) for lam in sorted(means)]
 
 
 def panel(ax: Any, results: Results, task: Task) -> None:

@@ -29,7 +29,7 @@ from wngrad.optim.matrices import Layout
 
 _NO_FLAGS = {"SCALE": False, "FOUND": False}
 _LARGEST = 2**30  # elements of a parameter: kernels count them in 32 bits, padding included
-_AT_ONCE = 2**26  # elements of large matrices: enough for the GPU, and little memory
+_AT_ONCE = 9 * 2**24  # elements of large matrices: enough for the GPU, and little memory
 
 
 class Words:
@@ -158,10 +158,11 @@ class Stage:
         from wngrad.optim.fused import kernel_matrices
 
         self.sources, self._batch, self._words = sources, batch, words
-        self._kernel, self._x = kernel_matrices, workspace.x
+        self._kernel = kernel_matrices
         self._products = Products(batch, workspace)
         places, u = zip(sources, _starts(sources), strict=True), self._products.u
-        self.u = [u.as_strided(s.shape, s.stride, at) for s, at in places]
+        first = u.storage_offset()
+        self.u = [u.as_strided(s.shape, s.stride, first + at) for s, at in places]
         device = batch.device
         self._sums = torch.empty(batch.sums, dtype=torch.float64, device=device)
         self._factors = torch.empty(batch.count, dtype=torch.float64, device=device)
@@ -200,7 +201,7 @@ class Stage:
             Launch(kernel.find_factors, batch.count, rec, self._sums, self._factors,
                    WIDTH_OF_SUMS=WIDTH_OF_SUMS),
             Launch(kernel.fill, len(batch.filling), batch.filling, *inputs, found_inf,
-                   self._factors, batch.firsts, self._x,
+                   self._factors, batch.firsts, self._products.x,
                    **flags, SKIP=self._skip, EXACT=batch.exact, **usual),
             self._products.run,
         ]  # fmt: skip

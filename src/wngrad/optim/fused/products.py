@@ -89,7 +89,8 @@ class Batch:
             words += [m.group, bits(SHRINK * m.scale), x[i], m.u, square[i], sides[i]]
             words += [sums[i], sums[i + 1] - sums[i], tiles[i], tiles[i + 1] - tiles[i]]
         ends = [m.u + m.rows * m.columns for m in matrices]
-        self.x_size, self.square_size = max(x[-1], *ends), square[-1]
+        # X and its successor, and as many squares as either way of working needs at a time.
+        self.sizes = [_up(max(x[-1], *ends), 16)] * 2 + [square[-1]] * (3 if steps else 5)
         self.sums, self.tiles, self.count = sums[-1], tiles[-1], len(matrices)
         self.exact = all(size == m[3:5] for size, m in zip(padded, matrices, strict=True))
         self.records = Table(words, device)
@@ -154,12 +155,12 @@ class Workspace:
     """Memory that one batch after another works in."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
-        device = batches[0].device
-        x, square = max(b.x_size for b in batches), max(b.square_size for b in batches)
-        sizes = [x, x] + [square] * 5
-        self.x, self.y, *self.squares = (
-            torch.empty(size, dtype=torch.float16, device=device) for size in sizes
-        )
+        size = max(sum(batch.sizes) for batch in batches)
+        self._memory = torch.empty(size, dtype=torch.float16, device=batches[0].device)
+
+    def of(self, batch: Batch) -> list[Tensor]:
+        """X, its successor, and squares."""
+        return list(torch.split(self._memory[: sum(batch.sizes)], batch.sizes))
 
 
 class Launch:
@@ -187,12 +188,13 @@ class Launch:
 
 
 class Products:
-    """X → U of a batch, in the workspace's memory: from `workspace.x` to `u`."""
+    """X → U of a batch, in the workspace's memory: from `x` to `u`."""
 
     def __init__(self, batch: Batch, workspace: Workspace) -> None:
         from wngrad.optim.fused import kernel_matrices as kernel
 
-        self._kernel, self._batch, self._space = kernel, batch, workspace
+        self._kernel, self._batch = kernel, batch
+        self.x, self._y, *self._squares = workspace.of(batch)
         floats = {"dtype": torch.float32, "device": batch.device}
         self._sums = torch.empty(2, max(1, batch.tiles), **floats)  # type: ignore[call-overload]
         self._scales = torch.empty(batch.count, **floats)  # type: ignore[call-overload]
@@ -203,15 +205,15 @@ class Products:
         )
         self._cut = {"BLOCK": blocks.side, "DEPTH": blocks.depth}
         self._launches = list(self._steps() if batch.steps else self._all())
-        self.u = workspace.y if batch.steps else workspace.x
+        self.u = self._y if batch.steps else self.x
 
     def run(self) -> None:
         for launch in self._launches:
             launch()
 
     def _all(self) -> Iterable[Launch]:
-        x, y = self._space.x, self._space.y
-        g, s, p, q, h = self._space.squares
+        x, y = self.x, self._y
+        g, s, p, q, h = self._squares
         _, b, *rest = COEFFICIENTS
         yield from self._start(x, g, s, p)
         yield from (self._product(p, g, h), self._product(p, h, q))  # A ← P₁·A·P₁
@@ -227,8 +229,8 @@ class Products:
 
     def _steps(self) -> Iterable[Launch]:
         """Five steps of X."""
-        x, y = self._space.x, self._space.y
-        g, s, p, *_ = self._space.squares
+        x, y = self.x, self._y
+        g, s, p = self._squares
         yield from self._start(x, g, s, p)
         yield self._apply(p, x, y)
         for k, terms in enumerate(COEFFICIENTS[1:], 2):
