@@ -21,6 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Some virtual machines name AMX among their instructions and do not let it be used: torch's
 # products in bfloat16 then end the process.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+# By these of MKL's products a matrix does not depend on how many others are multiplied beside it,
+# on whichever machine.
+os.environ.setdefault("MKL_CBWR", "AVX2")
 
 import torch
 from hypothesis import HealthCheck, settings
