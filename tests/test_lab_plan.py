@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -240,7 +241,8 @@ def test_an_address_holds_the_files_of_a_folder(tmp_path, whole, object_store):
 
 
 def test_a_worker_runs_into_an_address_and_goes_on_there(tmp_path, one_thread, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    paths = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     job = Job(ONE, (tmp_path / "away").as_uri(), device="cpu", save_every=0)
     told: list[dict[str, object]] = []
     assert supervise(job, told.append).status == 0
