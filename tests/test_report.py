@@ -29,7 +29,7 @@ def test_rates_are_lam_over_b(optimizer):
     rates = opt.rates()
     assert set(rates) == set(model.parameters())
     for p, rate in rates.items():
-        torch.testing.assert_close(rate, 0.5 / opt.state[p]["b"])
+        torch.testing.assert_close(rate, 0.5 * opt.state[p].get("norm", 1) / opt.state[p]["b"])
 
 
 def test_rates_see_a_tensor_lr_and_no_b_yet():

@@ -227,7 +227,7 @@ def _ranks(results: Results) -> list[str]:
     for steps in sorted(STEPS):
         for name in (n for n in results.tasks(steps=steps) if not TASKS[n].half):
             costs = {pair: results.value((name, *pair, steps)) for pair in every}
-            if any(costs[pair] is None for pair in (*rivals, _OURS)):
+            if any(costs.get(pair) is None for pair in (*rivals, _OURS)):
                 continue
             for pair, cost in costs.items():
                 others = [*rivals, _OURS] if pair in rivals else rivals

@@ -61,7 +61,8 @@ class WNMuon(BlockOptimizer):
         momentum: μ, and β₁ of the vectors.
         finetune: for weights that were trained before: ρ is in units of each parameter's own norm
             at its first step, the root mean square of a matrix's row norms or of a vector's
-            entries (at least 0.1, and 1/√3 where all is zero, as B of LoRA is).
+            entries (at least 0.1, and 1/√3 where all is zero, as B of LoRA is). `differentiable`
+            steps take it for a constant.
         b_init: C: as many steps are about alike as C²/2 is.
         average: η of the polynomial average x̄ ← x̄ + (η+1)/(k+η)·(x − x̄), which training never
             reads; None to save its memory, and to evaluate the weights themselves.
