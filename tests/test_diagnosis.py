@@ -283,9 +283,21 @@ def test_a_rate_so_small_that_b_has_nothing_to_do_is_noticed_once(make, fused, l
     assert warned[0].filename == __file__
 
 
+def test_with_momentum_the_hint_names_a_rate_that_trains():
+    with pytest.warns(SmallRateWarning, match=r"start from lr=0.03, as momentum asks for"):
+        small_steps(150, momentum=0.9)
+
+
 @pytest.mark.parametrize(
     "options",
-    [{"lr": 1.0}, {"lr": 0.1}, {"lr": 0.0}, {"b_init": "gradient"}, {"b_init": 1e-3}],
+    [
+        {"lr": 1.0},
+        {"lr": 0.1},
+        {"lr": 0.01, "momentum": 0.9},
+        {"lr": 0.0},
+        {"b_init": "gradient"},
+        {"b_init": 1e-3},
+    ],
     ids=str,
 )
 def test_no_hint_where_the_rate_is_not_small_or_b_grows(options):

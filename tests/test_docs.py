@@ -85,6 +85,31 @@ def test_every_make_target_the_pages_name_exists():
     assert named <= targets
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_a_page_installs_the_package_as_it_can_be_installed_now(page):
+    """`wngrad.install` says how; a release changes it, and this names the lines to follow."""
+    from wngrad.install import install_command
+
+    if page.name == "sweep.md":  # It says what a release will.
+        return
+    for command, extras in re.findall(r"(pip install '[\w.]+\[([\w,]+)\]')", page.read_text()):
+        assert command == install_command(*extras.split(","))
+
+
+def test_a_release_changes_what_every_message_says(monkeypatch):
+    from wngrad import install
+
+    assert install.install_hint("lab").startswith("pip install '.[lab]' in a clone, or 'FILE.whl")
+    monkeypatch.setattr(install, "RELEASED", True)
+    assert install.install_hint("lab", "ray") == "pip install 'wngrad[lab,ray]'"
+
+
+def test_no_message_names_the_package_index_by_itself():
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "experiments").rglob("*.py")]
+    said = [file.name for file in files if "pip install 'wngrad" in file.read_text()]
+    assert said == []
+
+
 def test_the_versions_agree():
     import wngrad
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import re
 import sys
 import tarfile
 import threading
@@ -21,6 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wngrad.install import install_hint
 from wngrad.lab.train import data
 from wngrad.lab.train.data import Data, DataError, load
 
@@ -32,6 +34,8 @@ TAR = "cifar-10-binary.tar.gz"
 def random_bytes(*shape: int, seed: int = 0, below: int = 256) -> Any:
     return np.random.default_rng(seed).integers(0, below, shape, dtype=np.uint8)
 
+
+HINT = re.escape(install_hint("lab"))
 
 # Few values, so that gzip has something to compress.
 X, Y = random_bytes(6, 28, 28, below=20), random_bytes(6, below=10)
@@ -442,11 +446,11 @@ def test_a_bar_is_shown_only_on_a_terminal(home, monkeypatch, capsys, terminal, 
 def test_a_package_that_downloads_need_is_named(home, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with pytest.raises(DataError, match=rf"{package}.*pip install 'wngrad\[lab\]', or .* --data"):
+    with pytest.raises(DataError, match=rf"{package}.*{HINT}, or .* --data"):
         load("mnist")
 
 
 def test_digits_without_scikit_learn_name_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(DataError, match=r"sklearn.*pip install 'wngrad\[lab\]'\.$"):
+    with pytest.raises(DataError, match=rf"sklearn.*{HINT}\.$"):
         load("digits")

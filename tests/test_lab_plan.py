@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from small_lab import ONE, PACK, STEPS, SWEEP, contents, data, session, visit
 from wngrad.cli import app
+from wngrad.install import install_hint
 from wngrad.lab.run import places, timing
 from wngrad.lab.run.cluster.nodes import Need, Node, _agree, fitting
 from wngrad.lab.run.files import Damaged
@@ -214,9 +215,7 @@ def test_without_ray_its_option_is_one_line(tmp_path: Path):
         [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2
-    assert done.stderr.startswith(
-        "wngrad: `--ray` needs the extra `ray`: pip install 'wngrad[ray]'"
-    )
+    assert done.stderr.startswith(f"wngrad: `--ray` needs the extra `ray`: {install_hint('ray')} (")
     assert done.stderr.count("\n") == 1
 
 

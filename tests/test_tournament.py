@@ -29,6 +29,7 @@ from experiments.tournament.__main__ import app
 from experiments.tournament.contestants import CONTESTANTS, Contestant
 from experiments.tournament.run import Tournament
 from experiments.tournament.tasks import EVENTS
+from wngrad.install import install_hint
 from wngrad.lab.run import files, session
 from wngrad.lab.run.store import exported
 from wngrad.lab.train import data
@@ -188,8 +189,7 @@ def test_a_missing_peer_is_refused_in_a_line_and_the_others_stay(
     monkeypatch.setattr(contestants, "import_module", without)
     said = [line for line in tournament.absent() if "Prodigy" in line]
     assert said == [
-        "tournament: Prodigy needs prodigyopt, which cannot be imported: "
-        "pip install 'wngrad[peers]'."
+        f"tournament: Prodigy needs prodigyopt, which cannot be imported: {install_hint('peers')}."
     ]
     swept = tournament.plan(["wine"], ["sgd", "prodigy"])[0].sweep
     assert swept.optimizers == ("sgd",)

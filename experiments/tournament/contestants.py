@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wngrad import rule
+from wngrad.install import install_hint
 from wngrad.lab.optimizers import OPTIMIZERS
 from wngrad.lab.train.loader import did_you_mean
 from wngrad.optim import WNAdam, WNGrad, WNMuon
@@ -66,7 +67,7 @@ class Contestant:
         except ImportError:
             return (
                 f"tournament: {self.label} needs {self.package}, which cannot be imported: "
-                "pip install 'wngrad[peers]'."
+                f"{install_hint('peers')}."
             )
         return None
 

@@ -1,8 +1,9 @@
 """Gradient descent that learns its own learning rate (WNGrad; Wu, Ward and Bottou, 2018).
 
->>> from wngrad import WNGrad
+>>> from wngrad import WNAdam, WNMuon
 >>> model = torch.nn.Linear(3, 2)
->>> opt = WNGrad(model.parameters())  # Algorithms 2 and 3, one rate per neuron
+>>> opt = WNMuon(model)  # nothing to tune
+>>> opt = WNAdam(model.parameters())  # Algorithm 4: a cheap step, one rate per neuron
 """
 
 from __future__ import annotations

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
+from wngrad.install import install_hint
+
 try:
     import rich  # noqa: F401
     import typer
 except ImportError:  # pragma: no cover
-    sys.exit("wngrad: the command line needs the extra `lab`: pip install 'wngrad[lab]'.")
+    sys.exit(f"wngrad: the command line needs the extra `lab`: {install_hint('lab')}.")
 
 import wngrad
 from wngrad.cli import certify, moved, report, run, sweep

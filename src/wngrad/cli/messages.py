@@ -8,7 +8,9 @@ from typing import NoReturn
 
 import typer
 
-NEEDS_LAB = "reports need the extra `lab`: pip install 'wngrad[lab]'"
+from wngrad.install import install_hint
+
+NEEDS_LAB = f"reports need the extra `lab`: {install_hint('lab')}"
 
 
 def fail(message: str) -> NoReturn:

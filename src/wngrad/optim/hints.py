@@ -9,9 +9,11 @@ import torch
 from torch.optim import Optimizer
 
 from wngrad.optim import diagnosis
+from wngrad.optim.directions import Momentum
 
 AFTER = 100  # steps: enough for b to grow where λ lets it, and one wait for a device is no cost
 _SMALL = 1e-2  # of λ = 1, at which b₁ is the only limit of the first step
+_SMALL_SUMMED = 2e-3  # with momentum, which is started from 0.01 to 0.1
 _STILL = 1.1  # b that has grown less than this many times does not limit the rate
 
 
@@ -37,15 +39,23 @@ def small_rate(opt: Optimizer) -> None:
                 stacklevel=5,
             )
             return
-        if 0 < lam <= _SMALL and diagnosis.is_still(opt, group, _STILL):
+        summed = _has_momentum(opt, group)
+        small = _SMALL_SUMMED if summed else _SMALL
+        if 0 < lam <= small and diagnosis.is_still(opt, group, _STILL):
+            start = "lr=0.03, as momentum asks for" if summed else "lr=1.0, the default"
             warnings.warn(
                 f"{type(opt).__name__}: in {AFTER} steps at `lr` = {lam:g} b has hardly grown, so "
                 f"that this is plain gradient descent at that rate. b lowers the rate by itself: "
-                f"start from lr=1.0, the default, whatever your trainer's is.",
+                f"start from {start}, whatever your trainer's is.",
                 SmallRateWarning,
                 stacklevel=5,
             )
             return
+
+
+def _has_momentum(opt: Any, group: dict[str, Any]) -> bool:
+    """True for WNGrad's momentum, which adds up steps; a running mean does not."""
+    return any(isinstance(opt.direction(group, p), Momentum) for p in group["params"])
 
 
 def _in_rule(opt: Any, group: dict[str, Any]) -> bool:

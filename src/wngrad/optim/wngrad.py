@@ -25,15 +25,17 @@ class WNGrad(BlockOptimizer):
         params: parameters or groups of them; see `neuron_groups` for groups in which a layer's
             weight row and its bias share one b.
         lr: λ, a number or a tensor of one element.
-        momentum: μ of v ← μ·v + λ g/b_j, x ← x − v.
+        momentum: μ of v ← μ·v + λ g/b_j, x ← x − v. Start from lr = 0.01 to 0.1 then: at 1.0
+            networks without normalization do not train (docs/tournament.md).
         weight_decay: added to the gradient before the norm is taken, as in `torch.optim.SGD`.
         decoupled_weight_decay: shrink x by 1 − lr·weight_decay instead, as in `torch.optim.AdamW`.
         b_init: b₁. A number; or "gradient" (or ("gradient", C)) for b₁ = C·λ·‖g₁‖, set by each
             block's first gradient that is not zero, so that neither λ nor the scale of the loss
-            matters (Remark 2.2); or what `lipschitz_b_init` returns.
-        per: what shares one b: "neuron" (an index of dimension 0), "tensor", "model" (the whole
-            group), "slice" (a convolution's (out, in) kernel), or a callable that takes a parameter
-            and returns the shape of its b, each entry of which divides the parameter's.
+            matters (Remark 2.2), best with per="tensor"; or what `lipschitz_b_init` returns.
+        per: what shares one b: "neuron" (an index of dimension 0), "tensor" (better for
+            convolutional networks and transformers), "model" (the whole group), "slice" (a
+            convolution's (out, in) kernel), or a callable that takes a parameter and returns the
+            shape of its b, each entry of which divides the parameter's.
         hold_1d: keep b at b₁ for 1-D parameters, which makes them plain SGD.
         joint: the parameters of a group share their b, block by block.
         nonfinite: what to do with a block whose gradient is not finite or too large for b:
@@ -52,7 +54,7 @@ class WNGrad(BlockOptimizer):
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
-        >>> opt = WNGrad(model.parameters(), momentum=0.9)
+        >>> opt = WNGrad(model.parameters(), lr=0.03, momentum=0.9)
         >>> model(torch.ones(1, 3)).square().sum().backward()
         >>> opt.step()
         >>> opt.rates()[model.weight].shape  # one rate per neuron

@@ -51,7 +51,7 @@ def wngrad(
 
     Args:
         learning_rate: λ: a number, an array or a schedule. A step at λ = 0 changes nothing.
-        momentum: μ of v ← μ·v + λ g/b_j, x ← x − v.
+        momentum: μ of v ← μ·v + λ g/b_j, x ← x − v. Start from λ = 0.01 to 0.1 then.
         weight_decay: added to the gradient before the norm is taken.
         decoupled_weight_decay: shrink x by λ·weight_decay·x instead, outside the norm.
         b_init: b₁: a number, or "gradient" (or ("gradient", C)) for C·λ·‖g₁‖ of each block, set by

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from wngrad.install import install_hint
 from wngrad.lab.train.loader import load_callable
 from wngrad.lab.train.objective import CLASSIFICATION, Objective
 
@@ -304,4 +305,4 @@ def _needed(module: str, otherwise: str = "") -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise DataError(f"lab: {error}: pip install 'wngrad[lab]'{otherwise}.") from error
+        raise DataError(f"lab: {error}: {install_hint('lab')}{otherwise}.") from error

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import wngrad
+from wngrad.install import install_hint
 from wngrad.lab.run import places
 from wngrad.lab.run.cluster import node_tasks
 from wngrad.lab.run.cluster.node_tasks import differences
@@ -74,7 +75,7 @@ def connected(address: str) -> Iterator[None]:
         import ray
     except ImportError as error:
         raise ValueError(
-            f"`--ray` needs the extra `ray`: pip install 'wngrad[ray]' ({error})."
+            f"`--ray` needs the extra `ray`: {install_hint('ray')} ({error})."
         ) from error
     if address not in ("local", "auto"):
         _check_address(address)
