@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 MEASURED := --cov=wngrad --cov-report=term:skip-covered --cov-fail-under=95
 
-.PHONY: demo test test-integrations test-faults check conformance figures format clean
+.PHONY: demo test test-gpu test-integrations test-faults check conformance figures format release clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/wngrad run digits
@@ -16,6 +16,10 @@ test: $(VENV)/ready
 
 test-integrations: $(VENV)/integrations
 	$(RUN) -m pytest -n 2 --dist worksteal -m "integrations and not gpu" tests/integrations
+
+# For a machine with a CUDA device; torch's build for it must be installed in .venv.
+test-gpu: $(VENV)/ready
+	$(RUN) -m pytest -m gpu tests
 
 test-faults: $(VENV)/ready
 	$(RUN) -m pytest -m faults
@@ -41,6 +45,10 @@ format: $(VENV)/ready
 	$(RUN) -m ruff format .
 	$(RUN) -m ruff check --fix .
 
+# The wheel and the sdist, in dist/, built and checked: nothing is uploaded.
+release: $(VENV)/release
+	$(RUN) build_release.py
+
 # torch comes first and alone: what depends on it must not choose its build.
 # The C kernels are built by the install.
 KERNELS := $(wildcard src/wngrad/optim/fused/*.c) hatch_build.py
@@ -55,9 +63,15 @@ $(VENV)/integrations: $(VENV)/ready
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[integrations,ray]"
 	touch $@
 
+# Needs neither torch nor the package.
+$(VENV)/release:
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check "build>=1.2" "twine>=6"
+	touch $@
+
 $(VENV)/peers: $(VENV)/ready
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[peers]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) out .coverage .hypothesis .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) out dist .coverage .hypothesis .pytest_cache .mypy_cache .ruff_cache

@@ -110,12 +110,6 @@ def test_no_message_names_the_package_index_by_itself():
     assert said == []
 
 
-def test_the_versions_agree():
-    import wngrad
-
-    assert f"version: {wngrad.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-
-
 @pytest.mark.parametrize("name", ["figure-1", "figure-2", "figure-3"])
 def test_the_figures_pages_are_what_the_records_say(name):
     from wngrad.lab.recipes import RECIPES

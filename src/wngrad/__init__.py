@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from wngrad.optim import neuron_groups as neuron_groups
     from wngrad.optim import polynomial_average as polynomial_average
     from wngrad.optim import step_in_backward as step_in_backward
+    from wngrad.rate_history import RateHistory as RateHistory
     from wngrad.telemetry import rate_metrics as rate_metrics
     from wngrad.telemetry import show_rates as show_rates
 
@@ -59,6 +60,7 @@ _HOMES = {
     "Released": "wngrad.optim",
     "step_in_backward": "wngrad.optim",
     "lipschitz_b_init": "wngrad.optim",
+    "RateHistory": "wngrad.rate_history",
     "rate_metrics": "wngrad.telemetry",
     "show_rates": "wngrad.telemetry",
     "minimize": "wngrad.batch",

@@ -42,7 +42,7 @@ def rate_metrics(opt: Any, prefix: str = "wngrad/") -> dict[str, float]:
         {'wngrad/head/rate_min': 0.25, 'wngrad/head/rate_median': 0.25, 'wngrad/head/rate_max': 0.5}
     """
     found = by_group(opt)
-    names = _names(_unwrapped(opt).param_groups)
+    names = _names(unwrapped(opt).param_groups)
     return {
         f"{prefix}{name}/{key}": value
         for name, metrics in zip(names, found, strict=True)
@@ -52,7 +52,7 @@ def rate_metrics(opt: Any, prefix: str = "wngrad/") -> dict[str, float]:
 
 def by_group(opt: Any) -> list[dict[str, float]]:
     """The same numbers without names, in the order of the groups."""
-    opt = _unwrapped(opt)
+    opt = unwrapped(opt)
     if not isinstance(opt, BlockOptimizer):
         return [{} for _ in opt.param_groups]
     pairs = zip(opt.param_groups, opt.rate_summary(), strict=True)
@@ -92,7 +92,7 @@ def show_rates(opt: Any, *, every: int = 10) -> RemovableHandle:
         >>> round(group["effective_lr"], 4), round(group["d"], 4), group["lr"]
         (0.2857, 0.5714, 0.5)
     """
-    opt = _unwrapped(opt)
+    opt = unwrapped(opt)
     if not isinstance(opt, BlockOptimizer):
         raise TypeError(f"show_rates: `opt` must be one of wngrad's, got {type(opt).__name__}.")
     if type(every) is not int or every < 1:
@@ -144,11 +144,12 @@ def _measured(
         yield "skipped", torch.stack([n.to(counts[0].device) for n in counts]).sum()
 
 
-def _unwrapped(opt: Any) -> Any:
+def unwrapped(opt: Any, owner: str = "rate_metrics") -> Any:
+    """The optimizer itself, out of what a trainer's library wrapped around it."""
     while hasattr(opt, "optimizer"):  # Accelerate's and Lightning's wrappers, even a scheduler
         opt = opt.optimizer
     if not hasattr(opt, "param_groups"):
-        raise TypeError(f"rate_metrics: `opt` must be an optimizer, got {type(opt).__name__}.")
+        raise TypeError(f"{owner}: `opt` must be an optimizer, got {type(opt).__name__}.")
     return opt
 
 

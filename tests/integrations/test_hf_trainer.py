@@ -133,6 +133,15 @@ def test_tensorboard_gets_the_rates_from_the_trainers_own_reporter(tmp_path, mon
     assert kept == list(enumerate(told, start=1))
 
 
+def test_tensorboard_gets_a_picture_when_the_training_ends(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    run = trainer(tmp_path, WNGrad, report_to=["tensorboard"])
+    log_rates(run, picture=True)
+    run.train()
+    (image,) = EventAccumulator(str(tmp_path / "board")).Reload().Images("wngrad/rates")
+    assert image.step == run.state.global_step
+
+
 def test_as_a_plain_callback_it_fills_the_history(tmp_path):
     run = trainer(tmp_path, WNAdam, eval_strategy="steps", eval_steps=2)
     run.add_callback(RateCallback())

@@ -144,6 +144,16 @@ def test_the_monitor_keeps_the_rates_and_offers_them_to_callbacks(tmp_path):
     assert float(run.callback_metrics["lr-WNGrad"]) == pytest.approx(expected[-1])
 
 
+def test_the_monitor_logs_a_picture_when_the_training_ends(tmp_path):
+    net = Net(WNGrad)
+    logs = [TensorBoardLogger(tmp_path, name="tb", version=0), CSVLogger(tmp_path)]
+    run = trainer(tmp_path, callbacks=[RateMonitor(picture=True)], logger=logs)
+    run.fit(net, loader())
+    events = EventAccumulator(logs[0].log_dir).Reload()
+    (image,) = events.Images("wngrad/rates")
+    assert image.step == run.global_step > 0
+
+
 def test_tensorboard_shows_the_rates_of_every_layer(tmp_path):
     log = TensorBoardLogger(tmp_path)
     net = Net(lambda _: None)

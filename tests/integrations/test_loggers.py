@@ -7,7 +7,7 @@ import pytest
 import wandb
 
 from conftest import network, train
-from wngrad import WNAdam, WNGrad, neuron_groups, rate_metrics
+from wngrad import RateHistory, WNAdam, WNGrad, neuron_groups, rate_metrics
 
 STEPS = 3
 
@@ -53,3 +53,13 @@ def test_wandb_keeps_every_rate(run, tmp_path):
         kept = {name: log.summary[name] for name in told}
     assert kept == told
     assert [path.stat().st_size > 0 for path in tmp_path.rglob("*.wandb")] == [True]
+
+
+def test_wandb_keeps_the_picture(run, tmp_path):
+    model, opt = run
+    history = RateHistory(opt, model, every=1)
+    train(model, opt, STEPS)
+    with wandb.init(project="wngrad", dir=tmp_path, mode="offline") as log:
+        history.log_image(log)
+    (picture,) = tmp_path.rglob("*.png")
+    assert picture.parent.name == "wngrad"

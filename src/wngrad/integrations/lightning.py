@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 from torch.optim import Optimizer
 
 from wngrad.optim.optimizer import BlockOptimizer
+from wngrad.rate_history import RateHistory, takes_images
 from wngrad.telemetry import by_group
 
 _ENDINGS = {"rate_median": "", "rate_min": "-min", "rate_max": "-max", "skipped": "-skipped"}
@@ -28,6 +30,8 @@ class RateMonitor(LearningRateMonitor):
             None, which follows the scheduler, is not the default.
         log_momentum: as in `LearningRateMonitor`.
         log_weight_decay: as in `LearningRateMonitor`.
+        picture: log a `RateHistory`'s picture as an image when the training ends, to TensorBoard
+            and W&B; other loggers get none.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -39,8 +43,27 @@ class RateMonitor(LearningRateMonitor):
         logging_interval: Literal["step", "epoch"] | None = "step",
         log_momentum: bool = False,
         log_weight_decay: bool = False,
+        picture: bool = False,
     ) -> None:
         super().__init__(logging_interval, log_momentum, log_weight_decay)
+        self._picture = picture
+        self._histories: list[RateHistory] = []
+
+    def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        super().on_train_start(trainer, *args, **kwargs)
+        if self._picture:
+            ours = [opt for opt in trainer.optimizers if isinstance(opt, BlockOptimizer)]
+            self._histories = [RateHistory(opt, trainer.lightning_module) for opt in ours]
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        experiments = [logger.experiment for logger in trainer.loggers]
+        for history in self._histories:
+            history.remove()
+            for each in experiments:
+                if history.layers() and takes_images(each):
+                    history.log_image(each, trainer.global_step)
+        self._histories = []
 
     def _get_optimizer_stats(self, optimizer: Optimizer, names: list[str]) -> dict[str, Any]:
         stats: dict[str, Any] = super()._get_optimizer_stats(optimizer, names)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from wngrad.telemetry import rate_metrics
+from wngrad.optim.optimizer import BlockOptimizer
+from wngrad.rate_history import RateHistory
+from wngrad.telemetry import rate_metrics, unwrapped
 
 
 class RateCallback(TrainerCallback):
@@ -17,10 +20,35 @@ class RateCallback(TrainerCallback):
 
     Args:
         prefix: comes before every name.
+        reporters: callbacks of the Trainer's, of which TensorBoard's and W&B's get a picture of the
+            rates when the training ends (`RateHistory`).
     """
 
-    def __init__(self, prefix: str = "wngrad/") -> None:
-        self.prefix = prefix
+    def __init__(
+        self, prefix: str = "wngrad/", reporters: Sequence[TrainerCallback] | None = None
+    ) -> None:
+        self.prefix, self._reporters = prefix, reporters
+        self._history: RateHistory | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        opt = unwrapped(kwargs["optimizer"])
+        if self._reporters is not None and isinstance(opt, BlockOptimizer):
+            self._history = RateHistory(opt, kwargs.get("model"))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._history is None:
+            return
+        self._history.remove()
+        losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+        for reporter in self._reporters or ():
+            for name in ("tb_writer", "_wandb"):
+                if (logger := getattr(reporter, name, None)) and self._history.layers():
+                    self._history.log_image(logger, state.global_step, losses)
+        self._history = None
 
     def on_log(
         self,
@@ -37,11 +65,14 @@ class RateCallback(TrainerCallback):
         state.log_history[-1].update(rates)
 
 
-def log_rates(trainer: Trainer, prefix: str = "wngrad/") -> None:
+def log_rates(trainer: Trainer, prefix: str = "wngrad/", *, picture: bool = False) -> None:
     """Add the effective rates λ/b to whatever this trainer logs, and wherever it logs to.
 
     Args:
         trainer: a `Trainer` of any kind, before `train()`.
         prefix: comes before every name.
+        picture: draw the rates when the training ends, as an image for TensorBoard and W&B.
     """
-    trainer.callback_handler.callbacks.insert(0, RateCallback(prefix))
+    callbacks = trainer.callback_handler.callbacks
+    # First: before others close what they log to.
+    callbacks.insert(0, RateCallback(prefix, callbacks if picture else None))

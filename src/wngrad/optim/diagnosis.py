@@ -8,6 +8,7 @@ whole run, and not when: a block whose gradients have stopped looks like one who
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,11 @@ _TOO_FAST = 100.0
 _RUNAWAY = 10.0
 # b that moved by less than this in at least this many steps leaves plain SGD.
 _STILL, _PATIENCE = 1e-3, 10
+# Clauses about a run in which nothing looks wrong.
+_USUAL = re.compile(
+    r"no step taken yet|no b that moves|b lies between .*|b has grown [^-]+-fold in \d+ steps"
+    r"|(loss: )?(falls .*|too few to judge.*|.*: it lies close to zero, .*)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +52,23 @@ def diagnose(opt: Optimizer, losses: Iterable[float | Tensor] | None) -> list[st
         f"group {i}{_name(group)}: {'; '.join(_findings(opt, group))}."
         for i, group in enumerate(opt.param_groups)
     ]
-    if losses is None:
-        return lines
+    return lines if losses is None else [_loss_verdict(opt, losses), *lines]
+
+
+def troubles(opt: Optimizer, losses: Iterable[float | Tensor] | None) -> list[str]:
+    """What `diagnose` says, without the clauses that are as they should be; empty if all are."""
+    lines = [] if losses is None else [_loss_verdict(opt, losses).removesuffix(".")]
+    lines = [line for line in lines if not _USUAL.fullmatch(line)]
+    for i, group in enumerate(opt.param_groups):
+        clauses = [each for each in _findings(opt, group) if not _USUAL.fullmatch(each)]
+        lines += [f"group {i}{_name(group)}: {'; '.join(clauses)}"] if clauses else []
+    return [f"{line}." for line in lines]
+
+
+def _loss_verdict(opt: Optimizer, losses: Iterable[float | Tensor]) -> str:
     params = opt.param_groups[-1]["params"]
     classes = params[-1].shape[0] if params and params[-1].dim() else None
-    return [loss_trend.verdict(type(opt).__name__, losses, classes), *lines]
+    return loss_trend.verdict(type(opt).__name__, losses, classes)
 
 
 def is_still(opt: Optimizer, group: dict[str, Any], limit: float) -> bool:

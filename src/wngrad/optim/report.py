@@ -35,10 +35,35 @@ def summarize(opt: Optimizer) -> list[RateSummary]:
         every = [sharded.local(_rate(group, opt.state[p])).flatten() for p in stepped(opt, group)]
         flat = torch.cat([r.to(every[0].device) for r in every]) if every else torch.empty(0)
         flat = flat if flat.numel() else flat.new_full((1,), torch.nan)
-        low, high = flat.nan_to_num(torch.inf).amin(), flat.nan_to_num(-torch.inf).amax()
-        nan = torch.where(flat.isnan().all(), torch.nan, 0.0)
-        out.append(RateSummary(low + nan, flat.nanmedian(), high + nan))
+        out.append(RateSummary(*_spread(flat)))
     return out
+
+
+def spreads(opt: Optimizer, params: list[Tensor]) -> Tensor:
+    """Of each parameter: smallest, median and largest rate, then those of b; NaN if unknown.
+
+    One tensor of shape (parameters, 6), on the device of the first: nothing waits for it. Of
+    sharded parameters, this rank's.
+    """
+    groups = {id(p): group for group in opt.param_groups for p in group["params"]}
+    rows = []
+    for p in params:
+        state = opt.state.get(p, {})
+        if "b" not in state or not sharded.local(state["b"]).numel():
+            rows.append(torch.full((6,), torch.nan))
+            continue
+        rate = sharded.local(_rate(groups[id(p)], state)).detach().flatten().float()
+        b = sharded.local(state["b"]).detach().flatten().float()
+        b = torch.where(b == 0, torch.nan, b)
+        rows.append(torch.stack([*_spread(rate), *_spread(b)]))
+    device = next((row.device for row in rows if row.is_cuda), None)
+    return torch.stack([row.to(device, non_blocking=True) for row in rows])
+
+
+def _spread(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    low, high = values.nan_to_num(torch.inf).amin(), values.nan_to_num(-torch.inf).amax()
+    nan = torch.where(values.isnan().all(), torch.nan, 0.0)
+    return low + nan, values.nanmedian(), high + nan
 
 
 def units(opt: Optimizer, group: dict[str, Any]) -> Tensor:
