@@ -140,7 +140,7 @@ class MuonAdamW:
         shared: dict[str, Any] = {"lr": lam, "weight_decay": task.weight_decay}
         views = [view for _, view in self._views]
         scaled = torch.optim.Muon(views, adjust_lr_fn="match_rms_adamw", **shared)
-        self._parts = [scaled, _adamw(rest, task, lam)]
+        self._parts = [scaled, *([_adamw(rest, task, lam)] if rest else [])]
         self.param_groups = [group for part in self._parts for group in part.param_groups]
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
