@@ -96,6 +96,12 @@ def test_a_page_installs_the_package_as_it_can_be_installed_now(page):
         assert command == install_command(*extras.split(","))
 
 
+def test_the_readme_clones_from_where_the_package_says():
+    from wngrad.install import REPOSITORY
+
+    assert f"\ngit clone {REPOSITORY} wngrad\n" in (ROOT / "README.md").read_text()
+
+
 def test_a_release_changes_what_every_message_says(monkeypatch):
     from wngrad import install
 

@@ -29,15 +29,8 @@ OURS = {  # JAX's are trained as their twins in torch
 TORCH_NAMES = {"learning_rate": "lr"}
 BOUND = 0.7  # what is shown ends at 0.81 or more (seeds 0 and 1), what must not be at 0.1 to 0.5
 
-# A table of what was measured is no advice, and neither is a table of every name.
-RECORDS = {
-    "conformance.md",
-    "nothing-to-tune.md",
-    "tournament.md",
-    "sweep.md",
-    "speed.md",
-    "log.md",
-}
+# A table of what was measured is no advice.
+RECORDS = {"conformance.md"}
 # Arguments that only make sense for the model they are shown with; of the second, a function of its
 # shapes and a b₁ found for it.
 UNTRAINED = {"differentiable", "layout"}

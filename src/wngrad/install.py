@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 RELEASED = False  # True once `pip install wngrad` finds it; a test then names the lines to change
+REPOSITORY = "REPOSITORY"  # the address to clone from, once there is one
 
 
 def install_command(*extras: str) -> str:
