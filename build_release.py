@@ -28,6 +28,7 @@ WHEEL_HAS = (
     "wngrad/optim/fused/libkernels.so",
     "wngrad/lab/report/page.html",
     "wngrad/lab/sweep/starters/train.py",
+    "wngrad/examples/plain.py",
     ".dist-info/licenses/LICENSE",
     ".dist-info/entry_points.txt",
 )

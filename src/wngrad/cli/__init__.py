@@ -14,7 +14,7 @@ except ImportError:  # pragma: no cover
     sys.exit(f"wngrad: the command line needs the extra `lab`: {install_hint('lab')}.")
 
 import wngrad
-from wngrad.cli import certify, moved, report, run, sweep
+from wngrad.cli import certify, example, moved, report, run, sweep
 from wngrad.cli.list import list_
 from wngrad.cli.messages import warn
 from wngrad.cli.starters import InitCommand
@@ -45,6 +45,7 @@ def _root(
 
 app.command()(certify.certify)
 app.command("list")(list_)
+app.command()(example.example)
 app.command()(run.run)
 app.command(cls=InitCommand)(sweep.sweep)
 app.command()(report.report)

@@ -41,12 +41,17 @@ def write(kind: str, to: str | None) -> NoReturn:
     if kind not in KINDS:
         fail(f"`--init` must be {', '.join(KINDS)}, got {kind!r}{did_you_mean(kind, KINDS)}")
     path = Path(to or f"my_{kind}.py")
-    if path.exists():
-        fail(f"`--init` writes a new file, and {path} is there already; name another one.")
     text = files("wngrad.lab.sweep.starters").joinpath(f"{kind}.py").read_text(encoding="utf-8")
+    write_new("`--init`", path, text)
+    print(f"Wrote {path}, which runs as it is; make it yours. Next: wngrad sweep {path}")
+    raise typer.Exit(0)
+
+
+def write_new(owner: str, path: Path, text: str) -> None:
+    """Write a file that is not there yet, or say why that cannot be done, and leave."""
+    if path.exists():
+        fail(f"{owner} writes a new file, and {path} is there already; name another one.")
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        fail(f"`--init` must be able to write {path}: {error.strerror}.")
-    print(f"Wrote {path}, which runs as it is; make it yours. Next: wngrad sweep {path}")
-    raise typer.Exit(0)
+        fail(f"{owner} must be able to write {path}: {error.strerror}.")
