@@ -147,7 +147,8 @@ def test_the_monitor_keeps_the_rates_and_offers_them_to_callbacks(tmp_path):
 def test_the_monitor_logs_a_picture_when_the_training_ends(tmp_path):
     net = Net(WNGrad)
     logs = [TensorBoardLogger(tmp_path, name="tb", version=0), CSVLogger(tmp_path)]
-    run = trainer(tmp_path, callbacks=[RateMonitor(picture=True)], logger=logs)
+    monitor = RateMonitor(picture=True)
+    run = trainer(tmp_path, callbacks=[monitor], logger=logs, log_every_n_steps=1)
     run.fit(net, loader())
     events = EventAccumulator(logs[0].log_dir).Reload()
     (image,) = events.Images("wngrad/rates")
