@@ -78,27 +78,17 @@ class Norm(torch.autograd.Function):
             shape.sums(),
         )
         size = (shape.m, shape.c)
+        flags = {"ADDS": residual is not None, "RELU": relu}
         k.column_sums[shape.parts_grid](
-            x, x, x, running_mean, sums, *size, **shape.part_tiles, BACKWARD=False, RELU=relu
+            x, x, x, running_mean, sums, *size, **shape.part_tiles, BACKWARD=False, **flags
         )
-        moving = (running_mean, running_var)
-        k.find_scales[shape.channels_grid](
-            sums,
-            weight,
-            bias,
-            *moving,
-            scales,
-            *size,
-            shape.parts,
-            momentum,
-            eps,
-            **shape.sum_tiles,
-        )
-        adds = residual is not None
+        found = (sums, weight, bias, running_mean, running_var, scales)
+        how = (shape.parts, momentum, eps)
+        k.find_scales[shape.channels_grid](*found, *size, *how, **shape.sum_tiles)
         added = x if residual is None else residual
-        k.apply[shape.grid](x, added, y, scales, *size, **shape.tiles, ADDS=adds, RELU=relu)
-        ctx.save_for_backward(x, y if relu else None, scales)
-        ctx.adds, ctx.relu = adds, relu
+        k.apply[shape.grid](x, added, y, scales, *size, **shape.tiles, **flags)
+        ctx.save_for_backward(x, y if all(flags.values()) else None, scales)
+        ctx.flags = flags
         return y
 
     @staticmethod
@@ -110,18 +100,17 @@ class Norm(torch.autograd.Function):
         dy = grads[0].contiguous(memory_format=torch.channels_last)
         shape = _Shape(x)
         sums, dx = shape.sums(), torch.empty_like(x)
-        dresidual = torch.empty_like(x) if ctx.adds else None
+        dresidual = torch.empty_like(x) if ctx.flags["ADDS"] else None
         slopes, dweight, dbias = (x.new_empty(n, dtype=torch.float32) for n in shape.found)
         size = (shape.m, shape.c)
         k.column_sums[shape.parts_grid](
-            x, dy, y, scales, sums, *size, **shape.part_tiles, BACKWARD=True, RELU=ctx.relu
+            x, dy, y, scales, sums, *size, **shape.part_tiles, BACKWARD=True, **ctx.flags
         )
         k.find_slopes[shape.channels_grid](
             sums, scales, slopes, dweight, dbias, *size, shape.parts, **shape.sum_tiles
         )
         out = dx if dresidual is None else dresidual
-        flags = {"ADDS": ctx.adds, "RELU": ctx.relu}
-        k.gradient[shape.grid](x, dy, y, scales, slopes, dx, out, *size, **shape.tiles, **flags)
+        k.gradient[shape.grid](x, dy, y, scales, slopes, dx, out, *size, **shape.tiles, **ctx.flags)
         return dx, dweight, dbias, None, None, dresidual, None, None, None
 
 

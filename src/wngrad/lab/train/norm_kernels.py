@@ -1,10 +1,11 @@
 """Batch normalization with what follows it, in Triton: y = max(0, γ (x − mean)/sd + β + residual).
 
 x is a table of rows (examples × places) and columns (channels): a batch of images with the channels
-last. Forward reads x twice and writes y; backward reads the three tables x, y and the gradient
-twice. `column_sums` adds up rows, a part of them in each program; `find_scales` and
-`find_slopes` add the parts up in a fixed order, so that a run can be repeated to the bit; `apply`
-and `gradient` are one pass. `tests/test_lab_norm.py` holds this to torch's own.
+last. Forward reads x twice and writes y; backward reads x and the gradient twice, and so y where
+there is a residual: without one, x alone says where the ReLU cut off. `column_sums` adds up rows, a
+part of them in each program; `find_scales` and `find_slopes` add the parts up in a fixed order, so
+that a run can be repeated to the bit; `apply` and `gradient` are one pass. `tests/test_lab_norm.py`
+holds this to torch's own.
 """
 
 from __future__ import annotations
@@ -31,30 +32,43 @@ def _shift(running_mean, c, here):
 
 
 @triton.jit
-def _gradient_of_sum(dy, y, at, inside, RELU: tl.constexpr):
-    """The gradient before the ReLU."""
+def _gradient_of_sum(x, dy, y, scale, offset, at, inside, ADDS: tl.constexpr, RELU: tl.constexpr):
+    """The gradient before the ReLU; `x` is what was loaded, the others are pointers."""
     g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
     if RELU:
-        g = tl.where(tl.load(y + at, mask=inside, other=0.0).to(tl.float32) > 0, g, 0.0)
+        if ADDS:
+            out = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+        else:
+            out = x * scale[None, :] + offset[None, :]  # of the sign of y, as `apply` rounds it
+        g = tl.where(out > 0, g, 0.0)
     return g
 
 
 @triton.jit
 def column_sums(
     x, dy, y, means, sums, M, C, ROWS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
-    BACKWARD: tl.constexpr, RELU: tl.constexpr,
+    BACKWARD: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """Of ROWS rows: Σ d and Σ d², d = x − shift; backward Σ g and Σ g d, d = x − mean."""
     c, here = _columns(C, WIDE, 1)
-    k = tl.load(means + c, mask=here, other=0.0) if BACKWARD else _shift(means, c, here)
+    if BACKWARD:  # `means` are the `scales`, whose first row they are
+        k = tl.load(means + MEAN * C + c, mask=here, other=0.0)
+        scale = tl.load(means + SCALE * C + c, mask=here, other=0.0)
+        offset = tl.load(means + OFFSET * C + c, mask=here, other=0.0)
+    else:
+        k = _shift(means, c, here)
     first = tl.zeros((TALL, WIDE), tl.float32)
     second = tl.zeros((TALL, WIDE), tl.float32)
     for row in range(0, ROWS, TALL):
         m = tl.program_id(0) * ROWS + row + tl.arange(0, TALL)
         inside = (m < M)[:, None] & here[None, :]
         at = m.to(tl.int64)[:, None] * C + c[None, :]
-        d = tl.where(inside, tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - k[None, :], 0)
-        g = _gradient_of_sum(dy, y, at, inside, RELU) if BACKWARD else d
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        d = tl.where(inside, value - k[None, :], 0)
+        if BACKWARD:
+            g = _gradient_of_sum(value, dy, y, scale, offset, at, inside, ADDS, RELU)
+        else:
+            g = d
         first += g
         second += g * d
     out = sums + 2 * tl.program_id(0) * C + c
@@ -140,13 +154,14 @@ def gradient(
     m = tl.program_id(0) * TALL + tl.arange(0, TALL)
     inside = (m < M)[:, None] & here[None, :]
     at = m.to(tl.int64)[:, None] * C + c[None, :]
-    g = _gradient_of_sum(dy, y, at, inside, RELU)
-    if ADDS:
-        tl.store(dresidual + at, g.to(dresidual.dtype.element_ty), mask=inside)
     mean = tl.load(scales + MEAN * C + c, mask=here, other=0.0)
     scale = tl.load(scales + SCALE * C + c, mask=here, other=0.0)
+    offset = tl.load(scales + OFFSET * C + c, mask=here, other=0.0)
     slope = tl.load(slopes + c, mask=here, other=0.0)
     level = tl.load(slopes + C + c, mask=here, other=0.0)
-    d = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean[None, :]
-    out = scale[None, :] * g + slope[None, :] * d + level[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    g = _gradient_of_sum(value, dy, y, scale, offset, at, inside, ADDS, RELU)
+    if ADDS:
+        tl.store(dresidual + at, g.to(dresidual.dtype.element_ty), mask=inside)
+    out = scale[None, :] * g + slope[None, :] * (value - mean[None, :]) + level[None, :]
     tl.store(dx + at, out.to(dx.dtype.element_ty), mask=inside)
