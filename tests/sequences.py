@@ -6,6 +6,8 @@ settings changed, groups added, checkpoints loaded, copies made. A step that can
 be refused, and then nothing may have changed.
 
     python sequences.py ENGINE FIRST COUNT [FOLDER]    the library with the C kernels from FOLDER
+
+ENGINE is plain, c, or cuda: the kernels that a GPU runs; the oracle works on the CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ COUNT_TYPES = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
 
 
 def wide(t: Tensor) -> Tensor:
-    t = t.detach().resolve_neg().resolve_conj().clone()
+    t = t.detach().resolve_neg().resolve_conj().clone().cpu()
     return t.to(torch.complex128 if t.is_complex() else torch.float64)
 
 
@@ -237,8 +239,8 @@ def equal(a: Tensor, b: Tensor) -> bool:
 class Run:
     """One sequence: an optimizer, its parameters, and the random numbers that drive both."""
 
-    def __init__(self, seed: int, fused: bool | None) -> None:
-        self.draw, self.fused = random.Random(seed), fused
+    def __init__(self, seed: int, fused: bool | None, device: str = "cpu") -> None:
+        self.draw, self.fused, self.device = random.Random(seed), fused, device
         self.torch_draw = torch.Generator().manual_seed(seed)
         self.make = self.draw.choice([WNGrad, WNGrad, WNAdam])
         self.dtype = self.draw.choice(DTYPES)
@@ -270,7 +272,8 @@ class Run:
 
     def tensor(self, shape: tuple[int, ...], scale: float = 1.0) -> Tensor:
         kind = torch.complex128 if self.dtype.is_complex else torch.float64
-        t = (scale * torch.randn(shape, generator=self.torch_draw, dtype=kind)).to(self.dtype)
+        t = scale * torch.randn(shape, generator=self.torch_draw, dtype=kind)
+        t = t.to(self.device, self.dtype)
         layout = self.draw.choice(["plain", "plain", "transposed", "negative", "gaps"])
         if layout == "transposed":
             back = tuple(reversed(range(t.dim())))
@@ -349,6 +352,8 @@ class Run:
         shape = self.draw.choice([(), (1,)])
         group = self.draw.choice(self.opt.param_groups)
         group["lr"] = torch.full(shape, value, dtype=kind)
+        if self.device != "cpu" and self.draw.random() < 0.5:
+            group["lr"] = group["lr"].to(self.device)
         self.log.append(f"lr = {group['lr']}")
 
     def default_type(self) -> None:
@@ -387,14 +392,14 @@ class Run:
         data, new = p.data, self.draw.choice([(300, 300), (3, 4), (9,)])
         if new == tuple(p.shape):
             return None
-        p.data = torch.zeros(new, dtype=p.dtype)
+        p.data = torch.zeros(new, dtype=p.dtype, device=p.device)
         return lambda: setattr(p, "data", data)
 
     def resize_gradient(self) -> Any:
         p = self.draw.choice([p for p in self.params if p.grad is not None])
         if p.grad.is_neg() or tuple(p.shape) == (2, 2):
             return None
-        p.grad.data = torch.zeros(2, 2, dtype=p.dtype)
+        p.grad.data = torch.zeros(2, 2, dtype=p.dtype, device=p.device)
         return lambda: setattr(p, "grad", None)
 
     def bad_setting(self) -> Any:
@@ -482,9 +487,9 @@ def refused(run: Run, spoil: Any) -> None:
     mend()
 
 
-def sequence(seed: int, fused: bool | None, steps: int = 6) -> Counter[str]:
+def sequence(seed: int, fused: bool | None, device: str = "cpu", steps: int = 6) -> Counter[str]:
     """Run one; an AssertionError says what differs, and after what."""
-    run = Run(seed, fused)
+    run = Run(seed, fused, device)
     try:
         for _ in range(steps):
             run.gradients()
@@ -507,11 +512,11 @@ def sequence(seed: int, fused: bool | None, steps: int = 6) -> Counter[str]:
     return run.counts
 
 
-def sequences(first: int, count: int, fused: bool | None) -> Counter[str]:
+def sequences(first: int, count: int, fused: bool | None, device: str = "cpu") -> Counter[str]:
     """The counts of so many, of which each must agree with the oracle."""
     counts: Counter[str] = Counter()
     for seed in range(first, first + count):
-        counts += sequence(seed, fused)
+        counts += sequence(seed, fused, device)
     return counts
 
 
@@ -521,4 +526,5 @@ if __name__ == "__main__":
         from wngrad.optim.fused import library
 
         library._FOLDER = Path(sys.argv[4])
-    print(dict(sequences(first, count, {"plain": False, "c": None}[engine])))
+    how = {"plain": (False, "cpu"), "c": (None, "cpu"), "cuda": (None, "cuda")}[engine]
+    print(dict(sequences(first, count, *how)))

@@ -282,7 +282,7 @@ def test_on_cuda_a_captured_lane_is_the_lone_run(model: str) -> None:
 @needs_cuda
 def test_on_cuda_a_network_normalized_by_kernels_is_the_lone_run(monkeypatch) -> None:
     monkeypatch.setattr(Branches, "network_by", "kernels")
-    s, data = sweep(list(NETWORKS)[2], **FEW[Branches]), blobs((3, 8, 8))
+    s, data = sweep(list(NETWORKS)[2], **FEWEST), blobs((3, 8, 8))
     ours, real = (steps(program(kind, s, data, "cuda"), 5) for kind in (Branches, Lone))
     torch.testing.assert_close(ours.total, real.total, rtol=1e-4, atol=1e-4)
 

@@ -23,6 +23,7 @@ from wngrad.optim.fused import cpu, eligibility, method  # noqa: E402
 
 HAS_C = not torch.cuda.is_available() and cpu.why_not() is None
 needs_c = pytest.mark.skipif(not HAS_C, reason="needs C, no GPU")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_compiler = pytest.mark.skipif(hatch_build.compiler() is None, reason="needs a C compiler")
 
 
@@ -37,8 +38,8 @@ def triton(monkeypatch):
         yield
 
 
-def check(first: int, count: int, fused: bool | None) -> None:
-    counts = sequences(first, count, fused)
+def check(first: int, count: int, fused: bool | None, device: str = "cpu") -> None:
+    counts = sequences(first, count, fused, device)
     assert counts["steps"] + counts["refused"] >= 6 * count
     assert counts["refused"] > count
     assert (counts["fused"] > counts["steps"] / 3) == (fused is None)
@@ -57,6 +58,20 @@ def test_random_sequences_in_c_equal_an_independent_one(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs no GPU")
 def test_random_sequences_in_triton_equal_an_independent_one(triton):
     check(0, 8, fused=None)
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_random_sequences_on_cuda_equal_an_independent_one():
+    check(0, 30, fused=None, device="cuda")
+
+
+@needs_cuda
+@pytest.mark.gpu
+@pytest.mark.faults
+@pytest.mark.parametrize("first", range(0, 1000, 250))
+def test_n9_a_thousand_sequences_on_cuda(first):
+    check(first, 250, fused=None, device="cuda")
 
 
 @pytest.mark.faults

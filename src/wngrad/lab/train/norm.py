@@ -80,11 +80,20 @@ class Norm(torch.autograd.Function):
         size = (shape.m, shape.c)
         flags = {"ADDS": residual is not None, "RELU": relu}
         k.column_sums[shape.parts_grid](
-            x, x, x, running_mean, sums, *size, **shape.part_tiles, BACKWARD=False, **flags
+            x,
+            x,
+            x,
+            running_mean,
+            sums,
+            *size,
+            shape.rows,
+            **shape.sum_tiles,
+            BACKWARD=False,
+            **flags,
         )
         found = (sums, weight, bias, running_mean, running_var, scales)
         how = (shape.parts, momentum, eps)
-        k.find_scales[shape.channels_grid](*found, *size, *how, **shape.sum_tiles)
+        k.find_scales[shape.channels_grid](*found, *size, *how, **shape.channel_tiles)
         added = x if residual is None else residual
         k.apply[shape.grid](x, added, y, scales, *size, **shape.tiles, **flags)
         ctx.save_for_backward(x, y if all(flags.values()) else None, scales)
@@ -104,10 +113,10 @@ class Norm(torch.autograd.Function):
         slopes, dweight, dbias = (x.new_empty(n, dtype=torch.float32) for n in shape.found)
         size = (shape.m, shape.c)
         k.column_sums[shape.parts_grid](
-            x, dy, y, scales, sums, *size, **shape.part_tiles, BACKWARD=True, **ctx.flags
+            x, dy, y, scales, sums, *size, shape.rows, **shape.sum_tiles, BACKWARD=True, **ctx.flags
         )
         k.find_slopes[shape.channels_grid](
-            sums, scales, slopes, dweight, dbias, *size, shape.parts, **shape.sum_tiles
+            sums, scales, slopes, dweight, dbias, *size, shape.parts, **shape.channel_tiles
         )
         out = dx if dresidual is None else dresidual
         k.gradient[shape.grid](x, dy, y, scales, slopes, dx, out, *size, **shape.tiles, **ctx.flags)
@@ -122,12 +131,12 @@ class _Shape:
         self.m = x.numel() // self.c
         wide = min(WIDEST, _power(self.c))
         across = -(-self.c // wide)
-        rows = max(TALL, _power(-(-self.m * across // PROGRAMS)))
-        self.parts = -(-self.m // rows)
+        self.rows = max(TALL, _power(-(-self.m * across // PROGRAMS)))
+        self.parts = -(-self.m // self.rows)
         self.parts_grid = (self.parts, across)
-        self.part_tiles = {"ROWS": rows, "TALL": TALL, "WIDE": wide, "num_warps": 8}
+        self.sum_tiles = {"TALL": TALL, "WIDE": wide, "num_warps": 8}
         self.channels_grid = (-(-self.c // 16),)
-        self.sum_tiles = {"WIDE": 16, "PADDED": _power(self.parts)}
+        self.channel_tiles = {"WIDE": 16, "PADDED": _power(self.parts)}
         self.tiles = {"TALL": TALL, "WIDE": wide}
         self.grid = (-(-self.m // TALL), across)
         self.found = ((2, self.c), (self.c,), (self.c,))

@@ -46,7 +46,7 @@ def _gradient_of_sum(x, dy, y, scale, offset, at, inside, ADDS: tl.constexpr, RE
 
 @triton.jit
 def column_sums(
-    x, dy, y, means, sums, M, C, ROWS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    x, dy, y, means, sums, M, C, ROWS, TALL: tl.constexpr, WIDE: tl.constexpr,
     BACKWARD: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """Of ROWS rows: Σ d and Σ d², d = x − shift; backward Σ g and Σ g d, d = x − mean."""
