@@ -226,7 +226,10 @@ class Kind:
 
     def _in_turn(self, move: _Move) -> Iterable[_Move]:
         """Parts of the move, each of which reads what those before it have written."""
-        apart = not self._traced and len(move.items) > 1 and self._copies(move)
+        at_once = self._old.device.type != "cpu" or self._copies(
+            move
+        )  # a launch for all, or copies
+        apart = not self._traced and len(move.items) > 1 and at_once
         if apart and memory.any_overlap([item.view.p for item in move.items]):
             return (move.part(k, k + 1) for k in range(len(move.items)))
         return [move] if self._bounded else _parts(move)
