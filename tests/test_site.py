@@ -1,0 +1,62 @@
+"""The site, as far as it can be judged without building it; tests/integrations has the rest."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import re
+
+import pytest
+
+import mkdocs_hooks
+from test_docs import ROOT
+
+DOCS = ROOT / "docs"
+FRAGMENTS = {"tournament-verdict.md"}  # a part of another page
+NAV = re.findall(r"^ +- [^#\n]*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+NOTEBOOK = DOCS / "digits.ipynb"
+
+
+def test_the_navigation_has_every_page_once():
+    pages = [path.relative_to(DOCS) for path in DOCS.rglob("*.md")]
+    pages += [path.relative_to(DOCS).with_suffix(".md") for path in DOCS.rglob("*.ipynb")]
+    assert sorted(NAV) == sorted(page.as_posix() for page in pages if page.name not in FRAGMENTS)
+
+
+@pytest.mark.parametrize("name", [name for name in NAV if (DOCS / name).exists()])
+def test_a_page_has_a_title_and_only_one(name):
+    text = re.sub(r"^```.*?^```$", "", (DOCS / name).read_text(), flags=re.S | re.M)
+    assert text.startswith("# ")
+    assert len(re.findall(r"^# ", text, re.M)) == 1
+
+
+def test_the_reference_has_every_public_name():
+    pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    documented = re.findall(r"^::: (\S+)$", pages, re.M)
+    assert len(documented) == len(set(documented))
+    last = {name.rpartition(".")[2] for name in documented if name.startswith("wngrad.")}
+    for module in ("wngrad", "wngrad.batch", "wngrad.lab"):
+        assert set(importlib.import_module(module).__all__) - {"__version__"} <= last
+    for module in ("wngrad.transforms", "wngrad.conformance"):
+        names = {f"{module}.{name}" for name in importlib.import_module(module).__all__}
+        assert names <= set(documented)
+
+
+def test_links_that_leave_the_site_and_notebooks_are_rewritten():
+    assert doctest.testmod(mkdocs_hooks).failed == 0
+    text = "[a](x/../b.ipynb#c), ![d](e.png)\n```python integrations\n[f](../g.py)\n```\n"
+    assert mkdocs_hooks.site_markdown(text, "a.md", "") == (
+        "[a](x/../b.md#c), ![d](e.png)\n```python\n[f](../g.py)\n```\n"
+    )
+
+
+def test_the_notebook_is_small_and_has_its_outputs():
+    assert NOTEBOOK.stat().st_size < 400_000
+    text, pictures = mkdocs_hooks.notebook_page(json.loads(NOTEBOOK.read_text()), "digits")
+    assert len(pictures) == 2
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures.values())
+    assert text.count("\n```text\n") == 4
+    assert "![](" not in text  # every picture says in words what it shows
+    links = re.findall(r"\]\(([\w/-]+\.md)\)", text)
+    assert all((DOCS / link).exists() for link in links)
