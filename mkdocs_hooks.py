@@ -65,8 +65,7 @@ def site_markdown(markdown: str, src_uri: str, repository: str = REPOSITORY) -> 
             return link[0]
         if repository.startswith("https://"):
             return f"[{text}]({repository}/blob/main/{path}{anchor})"
-        named = text.strip("`") in (path, posixpath.basename(path))
-        return f"`{path}`" if named else f"{text} (`{path}`)"
+        return f"`{path}`" if path.endswith(text.strip("`")) else f"{text} (`{path}`)"
 
     # Code is left alone: the even pieces lie outside of fences.
     pieces = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.S | re.M)
