@@ -10,7 +10,7 @@ import re
 import pytest
 
 import mkdocs_hooks
-from test_docs import ROOT
+from test_docs import PAGES, ROOT
 
 DOCS = ROOT / "docs"
 FRAGMENTS = {"tournament-verdict.md"}  # a part of another page
@@ -29,6 +29,19 @@ def test_a_page_has_a_title_and_only_one(name):
     text = re.sub(r"^```.*?^```$", "", (DOCS / name).read_text(), flags=re.S | re.M)
     assert text.startswith("# ")
     assert len(re.findall(r"^# ", text, re.M)) == 1
+
+
+def anchors(page):
+    """Those of a page's headings, as code hosts and the site make them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
+    heads = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_heading_that_a_page_links_to_is_there(page):
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", page.read_text()):
+        assert anchor in anchors((page.parent / target) if target else page), f"{target}#{anchor}"
 
 
 def test_the_reference_has_every_public_name():
@@ -60,3 +73,28 @@ def test_the_notebook_is_small_and_has_its_outputs():
     assert "![](" not in text  # every picture says in words what it shows
     links = re.findall(r"\]\(([\w/-]+\.md)\)", text)
     assert all((DOCS / link).exists() for link in links)
+
+
+def test_which_optimizer_has_the_numbers_of_the_tournament():
+    text = (DOCS / "tournament.md").read_text()
+    table = text.split("## At the documented default")[1].split("\n\n")[1]
+    rows = {
+        cells[0]: cells for cells in (line.strip("| ").split(" | ") for line in table.splitlines())
+    }
+    head = rows["method"]
+    names = ("WNMuon", "WN-Adam", "WNGrad per tensor", "AdamW")
+
+    def numbers(column):
+        cells = [rows[name][head.index(column)] for name in names]
+        return [float(re.search(r"[\d.]+", cell)[0]) for cell in cells]
+
+    page = (DOCS / "which-optimizer.md").read_text()
+    first, third, other, adamw = numbers("mean rank")
+    assert f"| {first:g}, the first | {third:g}, the third | {other:g} |" in page
+    places = sorted(float(cells[head.index("mean rank")]) for cells in list(rows.values())[2:])
+    assert (places[0], places[2], len(places)) == (first, third, 20)
+    *ours, its_cnn = (f"{value:.1f} %" for value in numbers("cifar-cnn"))
+    assert f"accuracy | {' | '.join(ours)} |" in page
+    *ours, its_text = (f"{value:g}" for value in numbers("shakespeare"))
+    assert f"test loss | {' | '.join(ours)} |" in page
+    assert f"mean rank of {adamw:.1f}, {its_cnn} on the CNN and {its_text} on the" in page
