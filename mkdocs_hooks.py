@@ -41,12 +41,15 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
-    """Sets the links right, and the fences: one that needs more libraries is Python, too."""
+    """What code hosts and MkDocs read differently."""
     return site_markdown(markdown, page.file.src_uri)
 
 
 def site_markdown(markdown: str, src_uri: str, repository: str = REPOSITORY) -> str:
     """A page of docs/ as the site has it.
+
+    Links that leave the site are changed. A fence `python integrations` is one of Python. A list
+    within a list is indented by four spaces, where code hosts are content with two.
 
     Example:
         >>> site_markdown("See [the numbers](../results/a.json) and [b](b.md#c).", "a.md", "")
@@ -69,7 +72,10 @@ def site_markdown(markdown: str, src_uri: str, repository: str = REPOSITORY) -> 
 
     # Code is left alone: the even pieces lie outside of fences.
     pieces = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.S | re.M)
-    pieces[::2] = [_LINK.sub(replaced, piece) for piece in pieces[::2]]
+    pieces[::2] = [
+        re.sub(r"^  (?=- )", "    ", _LINK.sub(replaced, piece), flags=re.M)
+        for piece in pieces[::2]
+    ]
     pieces[1::2] = [
         piece.replace("```python integrations", "```python", 1) for piece in pieces[1::2]
     ]

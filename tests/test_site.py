@@ -56,12 +56,13 @@ def test_the_reference_has_every_public_name():
         assert names <= set(documented)
 
 
-def test_links_that_leave_the_site_and_notebooks_are_rewritten():
+def test_links_fences_and_lists_are_as_the_site_needs_them():
     assert doctest.testmod(mkdocs_hooks).failed == 0
     text = "[a](x/../b.ipynb#c), ![d](e.png)\n```python integrations\n[f](../g.py)\n```\n"
     assert mkdocs_hooks.site_markdown(text, "a.md", "") == (
         "[a](x/../b.md#c), ![d](e.png)\n```python\n[f](../g.py)\n```\n"
     )
+    assert mkdocs_hooks.site_markdown("- a\n  - b\n  c\n", "a.md", "") == "- a\n    - b\n  c\n"
 
 
 def test_the_notebook_is_small_and_has_its_outputs():
