@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 MEASURED := --cov=wngrad --cov-report=term:skip-covered --cov-fail-under=95
 
-.PHONY: demo test test-gpu test-integrations test-faults check conformance figures format release clean
+.PHONY: demo test test-gpu test-integrations test-faults check conformance figures docs notebook format release clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/wngrad run digits
@@ -41,6 +41,16 @@ conformance: $(VENV)/peers
 	$(RUN) -m wngrad.conformance --everyone --json results/conformance.json \
 	  --markdown docs/conformance.md || test $$? -eq 1
 
+# The pages as a site that needs no network: open site/index.html. A warning is an error.
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	@echo "Open site/index.html."
+
+# Runs the notebook, and keeps what it printed and drew.
+notebook: $(VENV)/docs
+	$(RUN) -c "import nbclient, nbformat; path = 'docs/digits.ipynb'; book = nbformat.read(path, 4); \
+	  nbclient.execute(book, record_timing=False); nbformat.write(book, path)"
+
 format: $(VENV)/ready
 	$(RUN) -m ruff format .
 	$(RUN) -m ruff check --fix .
@@ -60,7 +70,11 @@ $(VENV)/ready: pyproject.toml constraints.txt $(KERNELS)
 	touch $@
 
 $(VENV)/integrations: $(VENV)/ready
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[integrations,ray]"
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[integrations,ray,docs]"
+	touch $@
+
+$(VENV)/docs: $(VENV)/ready
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	touch $@
 
 # Needs neither torch nor the package.
@@ -74,4 +88,4 @@ $(VENV)/peers: $(VENV)/ready
 	touch $@
 
 clean:
-	rm -rf $(VENV) out dist .coverage .hypothesis .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) out dist site .coverage .hypothesis .pytest_cache .mypy_cache .ruff_cache

@@ -96,10 +96,11 @@ def test_a_page_installs_the_package_as_it_can_be_installed_now(page):
         assert command == install_command(*extras.split(","))
 
 
-def test_the_readme_clones_from_where_the_package_says():
+@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
+def test_a_page_clones_from_where_the_package_says(page):
     from wngrad.install import REPOSITORY
 
-    assert f"\ngit clone {REPOSITORY} wngrad\n" in (ROOT / "README.md").read_text()
+    assert f"\ngit clone {REPOSITORY} wngrad\n" in (ROOT / page).read_text()
 
 
 def test_a_release_changes_what_every_message_says(monkeypatch):

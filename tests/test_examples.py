@@ -53,11 +53,11 @@ def test_an_example_is_short_and_says_how_to_run_it(name, tmp_path):
     assert command in (tmp_path / "a.py").read_text()
 
 
-def test_the_list_and_the_guide_have_every_example():
-    listed, guide = call().output, (ROOT / "docs/guide.md").read_text()
+def test_the_list_and_the_docs_have_every_example():
+    listed, page = call().output, (ROOT / "docs/getting-started.md").read_text()
     for name, (words, _, command) in EXAMPLES.items():
         assert re.search(rf"wngrad example {name} +{re.escape(words)}", listed)
-        assert f"| `{name}` | {words} | `{command} my_{name}.py` |" in guide
+        assert f"| `{name}` | {words} | `{command} my_{name}.py` |" in page
 
 
 def test_a_file_is_never_overwritten_and_a_name_is_suggested(tmp_path):
