@@ -321,7 +321,7 @@ def run_in_lock_step(case):
 
 @pytest.mark.parametrize("part", range(2))
 def test_a_step_is_the_plain_one_whatever_the_shapes_strides_types_and_options(part, kernels):
-    how_many = 100 if kernels == "c" else 20
+    how_many = 100 if kernels == "c" else 8  # the interpreter takes seconds for one; see below
     drawn = settings(
         max_examples=how_many, derandomize=False, phases=[Phase.generate], database=None
     )
@@ -1390,7 +1390,7 @@ def test_large_parameters_are_rounded_as_if_at_once():
 @pytest.mark.parametrize("fuse", [True, False])
 def test_small_updates_are_not_lost(fuse):
     """Each is a quarter of a spacing: to the nearest none survives, at random their sum does."""
-    n, steps, each = 256, 16, 2.0**-10
+    n, steps, each = 64, 16, 2.0**-10
     ends = []
     for stochastic in (False, True):
         p = nn.Parameter(torch.ones(n, dtype=HALF, device=DEVICE))
