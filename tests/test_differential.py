@@ -39,7 +39,7 @@ def test_one_dimensional_parameters_held_at_b1_are_exactly_sgd():
     assert (ours.state[p]["b"] == 1).all()
 
 
-# What is compiled again is decided before a backend sees it, and torch's own takes ten seconds a step.
+# What is compiled again is decided before a backend sees it, and torch's own takes its time.
 @pytest.mark.parametrize(
     ("make", "schedule", "backend"),
     [

@@ -1,9 +1,12 @@
-"""Part two of the fault table, N1 to N8 (N2 is in test_differential.py, N6 in test_door.py)."""
+"""Part two of the fault table: N1 to N8, N13 (N2: test_differential.py, N6: test_door.py)."""
 
 from __future__ import annotations
 
 import copy
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -239,3 +242,46 @@ def test_n8_a_step_that_raises_leaves_all_as_it_was(optimizer, where):
     assert torch.is_grad_enabled()
     assert same(model, before)
     assert all(torch.equal(x, y) for x, y in zip(state, flat_state(opt), strict=True))
+
+
+GROWTH = """
+import sys, torch
+from wngrad import WNGrad, WNMuon
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+def train(make, steps):
+    params = [torch.nn.Parameter(torch.randn(30, 40)) for _ in range(3)]
+    opt = make(params)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        opt.step()
+        del params[0].grad
+    return opt
+
+torch.set_num_threads(1)
+makes = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
+    "wngrad": lambda ps: WNGrad(ps, momentum=0.9, lr=0.01),
+    "wnmuon": WNMuon,
+}
+steps, make = int(sys.argv[1]), makes[sys.argv[2]]
+train(make, 1000)
+before = resident()
+for _ in range(10):  # optimizers that are dropped, too
+    train(make, steps // 10)
+print(resident() - before)
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("name", ["wngrad", "wnmuon"])
+def test_n13_memory_after_a_hundred_thousand_steps_with_new_gradients_is_that_of_sgd(name):
+    def growth(which: str) -> int:
+        words = [sys.executable, "-c", GROWTH, "100000", which]
+        return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+
+    assert growth(name) <= growth("sgd") + 4 * 2**20  # what an allocator may keep
