@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Of the tiles that were tried on an H200, with eight tables at work at once, these were the fastest.
+# Of the tiles tried on an H200, with eight tables at work at once, these were the fastest.
 WIDEST = 64  # channels of a tile: 128 bytes of bfloat16
 TALL = 32  # rows of a tile,
 SHORT, TALLER = 2**14, 128  # and where a table with fewer rows than SHORT is added up
