@@ -70,7 +70,7 @@ FIGURE_2 = Sweep(
 
 FIGURE_3 = Sweep(
     name="figure-3",
-    cost="0.8 s a run and epoch on an H200: 1.2 h",
+    cost="0.74 s a run and epoch on an H200: 1.1 h",
     claim="With momentum, WNGrad and WN-Adam are more robust to λ than SGD and Adam.",
     dataset="cifar10",
     model="resnet18",
