@@ -138,7 +138,7 @@ def version_of(source: str) -> str:
 
 def extras_of(pyproject: str) -> set[str]:
     """The names of the extras. (Python 3.10 has no TOML reader.)"""
-    table = pyproject.split("[project.optional-dependencies]\n")[1].split("\n[")[0]
+    table = pyproject.split("[project.optional-dependencies]")[1].split("\n[")[0]
     return set(re.findall(r"^([\w-]+) = ", table, re.M))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import build_release
 import wngrad
-from wngrad.install import EXTRA_OF, install_hint, naming_the_extra
+from wngrad.install import EXTRA_OF, OLDEST, OldLibraryError, install_hint, naming_the_extra
 
 ROOT = Path(__file__).parents[1]
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -101,16 +101,28 @@ def test_another_library_that_is_missing_is_left_as_it_is():
     assert str(raised.value) == "No module named 'nowhere'"
 
 
+def test_a_library_that_is_too_old_is_refused_by_its_version(monkeypatch):
+    monkeypatch.setattr("jax.__version__", "0.4.29.dev1+cpu")
+    with pytest.raises(OldLibraryError) as raised, naming_the_extra("this", "jax"):
+        pass
+    told = f"wngrad: this needs jax 0.4.30 or later, found 0.4.29.dev1+cpu: {install_hint('jax')}."
+    assert str(raised.value) == told
+    for version in ("0.4.30", "0.5.0a1", "0.10.2", "1.0"):
+        monkeypatch.setattr("jax.__version__", version)
+        with naming_the_extra("this", "jax"):
+            pass
+
+
 def extras() -> dict[str, str]:
     """Every extra, and the text of its requirements."""
-    table = PROJECT.split("[project.optional-dependencies]\n")[1].split("\n[")[0]
+    table = PROJECT.split("[project.optional-dependencies]")[1].split("\n[")[0]
     return dict(re.findall(r"^([\w-]+) = (.*)$", table, re.M))
 
 
 def test_the_extras_bring_what_the_messages_promise():
     named = {"sklearn": "scikit-learn"}
     for library, extra in EXTRA_OF.items():
-        assert f'"{named.get(library, library)}>=' in extras()[extra]
+        assert f'"{named.get(library, library)}>={OLDEST.get(library, "")}' in extras()[extra]
 
 
 def test_numpy_is_all_that_the_package_needs_by_itself():

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from wngrad.install import MissingExtraError, naming_the_extra
+from wngrad.install import MissingExtraError, OldLibraryError, naming_the_extra
 
 
 def main() -> None:
     try:
         with naming_the_extra(f"`{' '.join(['wngrad', *sys.argv[1:2]])}`"):
             _run()
-    except MissingExtraError as error:
+    except (MissingExtraError, OldLibraryError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
 

@@ -2,7 +2,7 @@
 
 from wngrad.install import naming_the_extra
 
-with naming_the_extra("wngrad.optim"):
+with naming_the_extra("wngrad.optim", "torch"):
     from wngrad.optim import checks
     from wngrad.optim.average import polynomial_average
     from wngrad.optim.backward import Released, step_in_backward

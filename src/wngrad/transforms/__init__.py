@@ -14,7 +14,7 @@
 
 from wngrad.install import naming_the_extra
 
-with naming_the_extra("wngrad.transforms"):
+with naming_the_extra("wngrad.transforms", "jax", "optax"):
     from wngrad.transforms.average import (
         PolynomialAverageState,
         averaged_params,
