@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,24 +18,30 @@ from wngrad.install import EXTRA_OF, OLDEST, OldLibraryError, install_hint, nami
 
 ROOT = Path(__file__).parents[1]
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-# A Python in which nothing of an extra can be imported, whatever is installed.
-NUMPY_ALONE = f"""
+# A Python in which some libraries cannot be imported, whatever is installed.
+REFUSE = """
 import sys
 
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {sorted(EXTRA_OF)}:
+        if name.partition(".")[0] in {libraries}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 
 sys.meta_path.insert(0, Refuse())
 """
+MAIN = "from wngrad.cli import main; main()"
 
 
-def numpy_alone(code: str, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", NUMPY_ALONE + code, *words]
+def without(
+    libraries: list[str], code: str, *words: str, cwd: Path | None = None
+) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", REFUSE.format(libraries=libraries) + code, *words]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+numpy_alone = partial(without, sorted(EXTRA_OF))
 
 
 def test_the_core_works():
@@ -82,11 +89,23 @@ def test_a_module_that_is_imported_by_its_name_says_the_same(module, library):
 
 @pytest.mark.parametrize("words", [[], ["certify", "booth"], ["example", "plain"], ["--version"]])
 def test_the_command_line_says_it_in_one_line(words, tmp_path):
-    done = numpy_alone("from wngrad.cli import main; main()", *words, cwd=tmp_path)
+    done = numpy_alone(MAIN, *words, cwd=tmp_path)
     assert done.returncode == 2
     owner = " ".join(["wngrad", *words[:1]])
     assert done.stderr == f"wngrad: `{owner}` needs typer: {install_hint('lab')}.\n"
     assert not any(tmp_path.iterdir())
+
+
+def test_a_certificate_on_the_command_line_needs_no_torch(tmp_path):
+    done = without(["torch", "jax"], MAIN, "certify", "booth", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/certify-booth.png").is_file()
+
+
+def test_a_command_that_needs_torch_says_so_in_one_line(tmp_path):
+    done = without(["torch"], MAIN, "sweep", "mine.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == f"wngrad: `wngrad sweep` needs torch: {install_hint('torch')}.\n"
 
 
 def test_the_conformance_kit_says_what_it_needs():
