@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import weakref
 from contextlib import nullcontext
+from importlib.machinery import ModuleSpec
 from itertools import product
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -688,6 +691,15 @@ def test_insisting_names_owner_argument_and_reason():
 def test_without_triton_that_is_the_reason(monkeypatch):
     monkeypatch.setattr(eligibility, "why_no_triton", lambda: "Triton is not installed")
     refused("Triton is not installed")
+
+
+@only_triton
+def test_a_triton_that_is_too_old_is_the_reason(monkeypatch):
+    old = ModuleType("triton")
+    old.__version__, old.__spec__ = "3.2.0", ModuleSpec("triton", None)
+    monkeypatch.setitem(sys.modules, "triton", old)
+    assert eligibility.why_no_triton.__wrapped__() == "Triton 3.2.0 is older than 3.4"
+    assert not method.interpreted()
 
 
 def sparse(p):
