@@ -1,8 +1,8 @@
 """Builds the wheel and the sdist, and checks both: `make release` calls it, nothing is uploaded.
 
 The wheel is built from the sdist, so that both are known to be complete. It is installed into an
-empty environment, and into one more for each extra whose libraries are small. Other extras are
-only resolved: pip says what it would install.
+empty environment, which torch is added to later, and into one more for each extra whose libraries
+are small. Other extras are only resolved: pip says what it would install.
 """
 
 from __future__ import annotations
@@ -37,6 +37,14 @@ SDIST_HAS += ("LICENSE", "src/wngrad/optim/fused/cpu.c", "tests/paper.py")
 NOT_IN_WHEEL = re.compile(r"\.c$|\.pyc$|^(tests|experiments|docs)/")
 NOT_IN_SDIST = re.compile(r"\.so$|\.pyc$|/\.venv/|/out/")
 
+CORE = """
+import wngrad
+from wngrad.batch import bounds, minimize_stochastic
+from wngrad.problems import ZOO
+booth = ZOO["booth"]()
+res = wngrad.minimize(booth.f, booth.x0, jac=booth.grad, tol=1e-8)
+assert res.success and res.certify(lipschitz=booth.lipschitz, f_star=booth.f_star).holds
+"""
 STEP = """
 import torch, wngrad
 p = torch.nn.Parameter(torch.ones(2, 3))
@@ -45,12 +53,23 @@ p.grad = torch.ones(2, 3)
 opt.step()
 assert torch.equal(p, torch.full((2, 3), 0.75)), p
 """
+WITHOUT_TORCH = """
+import wngrad
+try:
+    wngrad.WNMuon
+except ImportError as error:
+    assert "WNMuon needs torch: pip install" in str(error) and "[torch]" in str(error), error
+else:
+    raise AssertionError("torch is installed")
+"""
 # What runs in the environment of an extra; "" is the package alone.
 PROBES = {
-    "": STEP,
-    "jax": "import jax.numpy as jnp, wngrad.transforms as w; w.wngrad(1.0).init(jnp.ones(3))",
+    "": CORE,
+    "torch": STEP,
+    "jax": "import jax.numpy as jnp, wngrad.transforms as w; w.wnmuon().init(jnp.ones((3, 2)))",
     "lab": "import sys; sys.argv[1:] = ['list']; from wngrad.cli import main; main()",
 }
+NO_TORCH = ("", "jax")  # The others include it.
 
 
 def disagreements(version: str, changelog: str, citation: str) -> list[str]:
@@ -119,7 +138,7 @@ def version_of(source: str) -> str:
 
 def extras_of(pyproject: str) -> set[str]:
     """The names of the extras. (Python 3.10 has no TOML reader.)"""
-    table = pyproject.split("[project.optional-dependencies]\n")[1].split("\n[")[0]
+    table = pyproject.split("[project.optional-dependencies]")[1].split("\n[")[0]
     return set(re.findall(r"^([\w-]+) = ", table, re.M))
 
 
@@ -163,24 +182,28 @@ def check_archives(sdist: Path, wheel: Path, version: str) -> list[str]:
 
 
 def try_installs(wheel: Path, extras: set[str], say: Callable[[str], None] = print) -> None:
-    """Install the wheel alone, then each extra beside it; run what it promises."""
+    """Install the wheel alone, add torch, then each extra; run what it promises."""
     with tempfile.TemporaryDirectory() as scratch:
         base = Path(scratch, "base")
-        for extra in sorted({""} | extras):
-            home = base if not extra else Path(scratch, extra)
-            if extra and extra not in PROBES:
-                words = ("install", "--dry-run", "--quiet", f"{wheel}[{extra}]")
-                _run(base / "bin/python", "-m", "pip", *words, "-c", ROOT / "constraints.txt")
+        for extra in ["", "torch", *sorted(extras - {"torch"})]:
+            if extra not in PROBES:
+                _install(base, f"{wheel}[{extra}]", "--dry-run")
                 say(f"  [{extra}] can be resolved")
                 continue
-            venv.create(home, with_pip=True)
-            if extra:  # It sees what the package alone has brought, and pip does, too.
+            home = base if extra in ("", "torch") else Path(scratch, extra)
+            if extra != "torch":  # which is installed later than the package
+                venv.create(home, with_pip=True)
+            if home != base and extra not in NO_TORCH:  # It and pip see torch, which is large.
                 (_packages(home) / "base.pth").write_text(f"{_packages(base)}\n")
-            target = f"{wheel}[{extra}]" if extra else wheel
-            pip = (home / "bin/python", "-m", "pip", "install", "--quiet", target)
-            _run(*pip, "-c", ROOT / "constraints.txt")
-            _run(home / "bin/python", "-c", PROBES[extra], cwd=Path(scratch))
+            _install(home, f"{wheel}[{extra}]" if extra else str(wheel))
+            for code in [PROBES[extra], *([WITHOUT_TORCH] if extra in NO_TORCH else [])]:
+                _run(home / "bin/python", "-c", code, cwd=Path(scratch))
             say(f"  {f'[{extra}]' if extra else 'alone'}: installed, and runs")
+
+
+def _install(home: Path, target: str, *options: str) -> None:
+    pip = (home / "bin/python", "-m", "pip", "install", "--quiet", *options)
+    _run(*pip, target, "-c", ROOT / "constraints.txt")
 
 
 def _packages(home: Path) -> Path:

@@ -157,7 +157,7 @@ def wngrad(folder: Path, *words: str) -> Any:
     import pytest
     from typer.testing import CliRunner
 
-    from wngrad.cli import app
+    from wngrad.cli.commands import app
 
     before = set(sys.modules)
     worker._data.cache_clear()

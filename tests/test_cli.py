@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import wngrad
 from experiments.study import study
 from experiments.study.__main__ import app as study_app
-from wngrad.cli import app
+from wngrad.cli.commands import app
 from wngrad.lab.run.environment import environment
 
 

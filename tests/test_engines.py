@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import weakref
 from contextlib import nullcontext
+from importlib.machinery import ModuleSpec
 from itertools import product
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -18,8 +21,6 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-
-pytest.importorskip("triton")
 
 from wngrad import WNAdam, WNGrad, WNMuon, neuron_groups
 from wngrad.optim import move
@@ -43,7 +44,8 @@ SPACING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0*
 POISON = 77.0
 BUFFERS = ("m", "velocity", "rms")
 KINDS = ("plain", "momentum", "adam", "vector")  # and "matrix"
-ENGINES = ["triton"] + ["c"] * (not CUDA and cpu.why_not() is None)
+TRITON = eligibility.why_no_triton() is None
+ENGINES = ["triton"] * TRITON + ["c"] * (not CUDA and cpu.why_not() is None)
 
 
 @pytest.fixture(params=ENGINES, autouse=True)
@@ -59,7 +61,11 @@ def kernels(request, monkeypatch):
         yield request.param
 
 
-only_triton = pytest.mark.parametrize("kernels", ["triton"], indirect=True)
+only_triton = pytest.mark.parametrize(
+    "kernels",
+    [pytest.param("triton", marks=pytest.mark.skipif(not TRITON, reason="needs Triton 3.4"))],
+    indirect=True,
+)
 only_c = pytest.mark.parametrize(
     "kernels",
     [pytest.param("c", marks=pytest.mark.skipif("c" not in ENGINES, reason="needs C, no GPU"))],
@@ -683,8 +689,17 @@ def test_insisting_names_owner_argument_and_reason():
 
 @only_triton
 def test_without_triton_that_is_the_reason(monkeypatch):
-    monkeypatch.setattr(eligibility, "has_triton", lambda: False)
+    monkeypatch.setattr(eligibility, "why_no_triton", lambda: "Triton is not installed")
     refused("Triton is not installed")
+
+
+@only_triton
+def test_a_triton_that_is_too_old_is_the_reason(monkeypatch):
+    old = ModuleType("triton")
+    old.__version__, old.__spec__ = "3.2.0", ModuleSpec("triton", None)
+    monkeypatch.setitem(sys.modules, "triton", old)
+    assert eligibility.why_no_triton.__wrapped__() == "Triton 3.2.0 is older than 3.4"
+    assert not method.interpreted()
 
 
 def sparse(p):

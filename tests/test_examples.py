@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from test_docs import ROOT
-from wngrad.cli import app
+from wngrad.cli.commands import app
 from wngrad.cli.example import EXAMPLES, text_of
 
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import jax_in_float64
 from wngrad.guard import guarded_b
 
 SIZES = st.sampled_from(
@@ -93,7 +94,7 @@ def test_jax_is_numpy_bitwise(jax_programs: Any, blocks: list[Any], options: Any
     b, sq = np.array(blocks + [(1.0, 1.0)] * (8 - len(blocks))).T
     with np.errstate(all="ignore"):
         new, finite = guarded_b(np, b, sq, **options)
-    with jax.enable_x64(True):
+    with jax_in_float64():
         program = jax_programs[options["c"], options["hold"]]
         lam, floor = np.float64(options["lam"]), np.float64(options["floor"])
         twin = as_numpy(program(jnp.asarray(b), jnp.asarray(sq), lam, floor=floor))

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from small_lab import ONE, PACK, STEPS, SWEEP, contents, data, session, visit
-from wngrad.cli import app
+from wngrad.cli.commands import app
 from wngrad.install import install_hint
 from wngrad.lab.run import places, timing
 from wngrad.lab.run.cluster.nodes import Need, Node, _agree, fitting

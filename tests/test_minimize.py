@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paper
+from conftest import jax_in_float64
 from wngrad import EvaluationError, gradient_descent, minimize, scipy_method
 from wngrad.batch import Status
 from wngrad.problems import ZOO, logistic, quadratic, styblinski_tang
@@ -103,7 +104,7 @@ def test_arrays_come_back_as_the_kind_they_went_in():
     assert isinstance(pytorch.x, torch.Tensor)
     assert not pytorch.x.requires_grad
     np.testing.assert_allclose(pytorch.x.numpy(), plain.x, rtol=1e-12)
-    with jax.enable_x64(True):
+    with jax_in_float64():
         res = minimize(lambda x: x @ x, jnp.array(x0), max_steps=20, tol=0.0)
         assert isinstance(res.x, jax.Array)
         np.testing.assert_allclose(np.asarray(res.x), plain.x, rtol=1e-12)

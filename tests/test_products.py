@@ -12,7 +12,7 @@ from wngrad.optim.fused.records import GROUP, bits
 from wngrad.optim.matrices import Layout
 from wngrad.polynomials import LARGEST, LEAST
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.4")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(7, 1), (10, 30), (60, 60), (70, 40)]
 

@@ -91,12 +91,13 @@ def test_metadata_that_is_wrong_is_told():
 
 def test_every_extra_that_is_tried_exists():
     extras = release.extras_of(read("pyproject.toml"))
-    assert {"jax", "lab", "dev", "ray"} <= extras
+    assert {"torch", "jax", "lab", "dev", "ray"} <= extras
     assert set(release.PROBES) - {""} <= extras
 
 
-def test_a_release_runs_what_the_package_promises_alone():
-    exec(release.PROBES[""], {})
+@pytest.mark.parametrize("extra", ["", "torch", "jax"])
+def test_a_release_runs_what_the_package_promises(extra):
+    exec(release.PROBES[extra], {})
 
 
 def test_the_sdist_has_no_library_that_was_built_here():

@@ -30,7 +30,7 @@ needs_compiler = pytest.mark.skipif(hatch_build.compiler() is None, reason="need
 @pytest.fixture
 def triton(monkeypatch):
     """Triton's interpreter in the place of a GPU."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.4")
     monkeypatch.setattr(eligibility, "_may", lambda p: True)
     for module in (method, eligibility):
         monkeypatch.setattr(module, "runs_native", lambda p, settings: False)

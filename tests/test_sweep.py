@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from typer.testing import CliRunner
 
 import wngrad
-from wngrad.cli import app
+from wngrad.cli.commands import app
 from wngrad.lab.recipes import RECIPES
 from wngrad.lab.sweep import (
     checked,

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import golden
+from conftest import jax_in_float64
 from wngrad import WNAdam, WNGrad
 from wngrad.transforms import (
     flax_neuron_axis,
@@ -65,7 +66,7 @@ def compiled(make):
 
 @pytest.fixture
 def x64():
-    with jax.enable_x64(True):
+    with jax_in_float64():
         yield
 
 
@@ -270,6 +271,7 @@ def test_the_axis_may_be_a_number_or_a_function_of_path_and_shape():
 
 
 def test_flax_models_are_read_in_both_of_its_dialects():
+    pytest.importorskip("flax", minversion="0.11")
     import flax.linen as nn
     from flax import nnx
 
@@ -636,6 +638,7 @@ print("sharded", len(jax.devices()))
 """
 
 
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="this JAX has no explicit axes")
 def test_sharded_parameters_train_like_whole_ones():
     """Four devices in a process of its own: jit with shardings, shard_map and pmap."""
     done = subprocess.run(

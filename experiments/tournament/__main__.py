@@ -11,8 +11,9 @@ import typer
 from experiments.tournament import page as pages
 from experiments.tournament import plan as plans
 from experiments.tournament.run import Tournament
-from wngrad.cli.messages import NEEDS_LAB, fail
+from wngrad.cli.messages import fail
 from wngrad.cli.options import Data
+from wngrad.install import install_hint
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -59,7 +60,7 @@ def main(
             return
         parts = plans.plan(names, who, seeds, device, scale=scale, folder=data)
     except ImportError as error:
-        fail(f"{NEEDS_LAB} ({error}).")
+        fail(f"the tournament's page needs the extra `lab`: {install_hint('lab')} ({error}).")
     except (ValueError, OSError) as error:
         fail(str(error))
     for line in plans.absent(who):

@@ -11,6 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from wngrad.install import naming_the_extra
+
 if TYPE_CHECKING:
     from wngrad.batch import Certificate as Certificate
     from wngrad.batch import Claim as Claim
@@ -86,7 +88,8 @@ __all__ = [*_HOMES, "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'wngrad' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    with naming_the_extra(name):
+        return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -6,6 +6,8 @@ import math
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from wngrad.install import naming_the_extra
+
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
@@ -22,13 +24,9 @@ def draw(
     layers: list[Layer], losses: list[float] | None, troubles: list[str], owner: str
 ) -> Figure:
     """The figure, made without pyplot: the user's backend is left alone."""
-    try:
+    with naming_the_extra("a picture of the rates"):
         from matplotlib import colormaps
         from matplotlib.figure import Figure
-    except ImportError as error:  # pragma: no cover
-        raise ImportError("A picture of the rates needs matplotlib: pip install matplotlib.") from (
-            error
-        )
     text = _text(troubles)
     words = 0.19 * (text.count("\n") + 1) + 0.1
     figure = Figure(figsize=(10, 4.6 + words), dpi=120, layout="constrained")

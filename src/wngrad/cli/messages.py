@@ -8,10 +8,6 @@ from typing import NoReturn
 
 import typer
 
-from wngrad.install import install_hint
-
-NEEDS_LAB = f"reports need the extra `lab`: {install_hint('lab')}"
-
 
 def fail(message: str) -> NoReturn:
     """A user's mistake: one line, exit code 2."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from wngrad.cli.messages import NEEDS_LAB, fail, warn
+from wngrad.cli.messages import fail, warn
 from wngrad.cli.sweep import show_report
 
 
@@ -45,7 +45,5 @@ def report(
             store.export(folder / "records.jsonl")
         for path in written:
             print(f"Wrote {path}.")
-    except ImportError as error:
-        fail(f"{NEEDS_LAB} ({error}).")
     except (ValueError, Damaged, OSError) as error:
         fail(str(error))

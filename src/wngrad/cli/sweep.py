@@ -15,7 +15,7 @@ from rich.table import Table
 
 from wngrad.cli import job as jobs
 from wngrad.cli import options, starters
-from wngrad.cli.messages import NEEDS_LAB, fail, warn
+from wngrad.cli.messages import fail, warn
 from wngrad.lab.optimizers import SWEPT
 from wngrad.lab.train.loader import did_you_mean
 from wngrad.lab.train.naming import split
@@ -113,8 +113,6 @@ def show_report(home: Path | str, usual: Path) -> None:
 
     try:
         summary = sweeps.report(home, usual, warn)
-    except ImportError as error:
-        fail(f"{NEEDS_LAB} ({error}).")
     except (ValueError, OSError) as error:
         fail(str(error))
     table = Table()

@@ -13,6 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    message = "wngrad.conformance needs torch: pip install torch."
+    raise ModuleNotFoundError(message, name="torch") from None
+
 from wngrad.conformance.registry import Probe
 from wngrad.conformance.runner import PROBES, WARM, Outcome, run_probes
 from wngrad.conformance.verdicts import Failed, NotApplicable

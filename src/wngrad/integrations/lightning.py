@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor
-from torch.optim import Optimizer
+from wngrad.install import naming_the_extra
+
+with naming_the_extra("wngrad.integrations.lightning"):
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import LearningRateMonitor
+    from torch.optim import Optimizer
 
 from wngrad.optim.optimizer import BlockOptimizer
 from wngrad.rate_history import RateHistory, takes_images

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from wngrad.install import naming_the_extra
+
+with naming_the_extra("wngrad.integrations.transformers"):
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
 
 from wngrad.optim.optimizer import BlockOptimizer
 from wngrad.rate_history import RateHistory

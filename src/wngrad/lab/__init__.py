@@ -7,6 +7,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from wngrad.install import naming_the_extra
+
 if TYPE_CHECKING:
     from wngrad.lab.train.data import Data as Data
     from wngrad.lab.train.spec import Sweep as Sweep
@@ -20,7 +22,8 @@ __all__ = ["Data", "Sweep"]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'wngrad.lab' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    with naming_the_extra(f"wngrad.lab.{name}"):
+        return getattr(import_module(_HOMES[name]), name)
 
 
 def _moved(old: str, new: str) -> Callable[[str], Any]:

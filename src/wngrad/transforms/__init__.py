@@ -12,23 +12,26 @@
 (1, 2)
 """
 
-from wngrad.transforms.average import (
-    PolynomialAverageState,
-    averaged_params,
-    polynomial_average,
-)
-from wngrad.transforms.layouts import MatrixAxes, flax_layout
-from wngrad.transforms.muon import WNMuonState, wnmuon
-from wngrad.transforms.neurons import flax_neuron_axis, neuron_axis_of
-from wngrad.transforms.optimizers import (
-    WNAdamState,
-    WNGradState,
-    scale_by_wn_adam,
-    scale_by_wngrad,
-    wn_adam,
-    wngrad,
-)
-from wngrad.transforms.orthogonal import orthogonalize
+from wngrad.install import naming_the_extra
+
+with naming_the_extra("wngrad.transforms", "jax", "optax"):
+    from wngrad.transforms.average import (
+        PolynomialAverageState,
+        averaged_params,
+        polynomial_average,
+    )
+    from wngrad.transforms.layouts import MatrixAxes, flax_layout
+    from wngrad.transforms.muon import WNMuonState, wnmuon
+    from wngrad.transforms.neurons import flax_neuron_axis, neuron_axis_of
+    from wngrad.transforms.optimizers import (
+        WNAdamState,
+        WNGradState,
+        scale_by_wn_adam,
+        scale_by_wngrad,
+        wn_adam,
+        wngrad,
+    )
+    from wngrad.transforms.orthogonal import orthogonalize
 
 __all__ = [
     "MatrixAxes",

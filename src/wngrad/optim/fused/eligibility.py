@@ -37,8 +37,14 @@ def kernel_settings(optimizer: Stepper) -> tuple[str, ...] | None:
 
 
 @cache
-def has_triton() -> bool:
-    return find_spec("triton") is not None
+def why_no_triton() -> str | None:
+    """Why no kernel of Triton's can be used; None if they can."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    import triton
+
+    # Triton 3.4 is the oldest that the kernels are run with; torch 2.8 brings it.
+    return None if hasattr(triton, "knobs") else f"Triton {triton.__version__} is older than 3.4"
 
 
 def in_dispatch_mode() -> bool:
@@ -85,8 +91,8 @@ def why_never(optimizer: Stepper, p: Tensor, settings: Settings) -> str | None:
         return cpu.why_not() if p.dtype in cpu.DTYPES else f"its type is {p.dtype}"
     if p.device.type not in ("cuda", "cpu"):
         return f"it is on {p.device.type}"
-    if not has_triton():
-        return "Triton is not installed"
+    if (reason := why_no_triton()) is not None:
+        return reason
     return None if p.dtype in DTYPES else f"its type is {p.dtype}"
 
 

@@ -94,4 +94,5 @@ def runs_native(p: Tensor, settings: Settings) -> bool:
 def interpreted() -> bool:
     """Whether Triton runs kernels on the CPU, one element after another, as the tests do."""
     triton = sys.modules.get("triton")  # not imported for this: it takes a while
-    return triton is not None and bool(triton.knobs.runtime.interpret)
+    knobs = getattr(triton, "knobs", None)  # since Triton 3.4: `eligibility.why_no_triton`
+    return knobs is not None and bool(knobs.runtime.interpret)
