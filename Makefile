@@ -15,7 +15,7 @@ test: $(VENV)/ready
 	$(RUN) -m pytest -n 2 --dist worksteal -m "not faults and not gpu and not integrations" $(COVERAGE)
 
 test-integrations: $(VENV)/integrations
-	$(RUN) -m pytest -n 2 --dist worksteal -m "integrations and not gpu" tests/integrations
+	$(RUN) -m pytest -n 2 --dist worksteal -m "integrations and not gpu and not faults" tests
 
 # For a machine with a CUDA device; torch's build for it must be installed in .venv.
 test-gpu: $(VENV)/ready

@@ -160,6 +160,7 @@ def test_misbehaviour_is_a_row_that_says_so_and_the_next_row_is_unharmed(target)
     assert after.status == "pass"
 
 
+@pytest.mark.integrations
 def test_an_optimizer_that_stops_its_watcher_is_a_row_too():
     outcome = WARM.run("broken:StopsTheWatcher", None, "made", seconds=3, margin=1)
     assert (outcome.status, outcome.detail) == (

@@ -144,6 +144,7 @@ INT = (signal.SIGINT, "group", 1)
 TERM = (signal.SIGTERM, "parent", 2)
 
 
+@pytest.mark.integrations
 @pytest.mark.parametrize(
     "stops",
     [(KILL, INT), pytest.param((TERM, KILL, INT, TERM), marks=pytest.mark.faults)],

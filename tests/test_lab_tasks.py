@@ -65,6 +65,7 @@ def check_harmless(folder: Path, names: tuple[str, ...]) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.integrations
 def test_a_task_that_leaves_processes_and_threads_is_swept_and_the_sweep_ends(tmp_path):
     check_harmless(tmp_path, ("flood", "folder", "process", "thread"))
 

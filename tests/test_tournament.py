@@ -536,6 +536,7 @@ def test_the_records_of_a_trial_say_their_scale(played: Path) -> None:
     assert [record.settings["note"] for record in records] == ["scale 0.2"] * 2
 
 
+@pytest.mark.integrations
 def test_a_second_call_runs_what_is_missing_and_overwrites_no_records_of_other_conditions(
     played: Path, tmp_path: Path
 ) -> None:

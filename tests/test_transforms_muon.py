@@ -160,8 +160,8 @@ FLOAT64 = {"x": 1e-12, "b": 1e-12, "average": 1e-12}
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"momentum": 0.5, "weight_decay": 0.0, "learning_rate": 0.1}],
-    ids=["defaults", "others"],
+    [{}, {"momentum": 0.5, "weight_decay": 0.0, "learning_rate": 0.1}, {"finetune": True}],
+    ids=["defaults", "others", "finetune"],
 )
 def test_torch_and_optax_agree_step_by_step(options, x64):
     assert np.less(lock_step(torch.float64, **options), list(FLOAT64.values())).all()
@@ -174,6 +174,21 @@ def test_torch_and_optax_agree_step_by_step_in_float32():
 def test_a_b_from_the_first_direction_agrees_with_torchs(x64):
     x, b, _ = lock_step(torch.float64, b_init=("gradient", 2.0))
     assert (x, b) < (FLOAT64["x"], FLOAT64["b"])
+
+
+def test_norms_of_finetuned_weights_are_taken_once_and_never_nearly_zero(x64):
+    params = {"kernel": jnp.full((4, 3), 2.0), "bias": jnp.zeros(3), "small": jnp.full(5, 1e-3)}
+    state = wnmuon(finetune=True).init(params)
+    norm = {"kernel": 4.0, "bias": 1 / math.sqrt(3), "small": 0.1}
+    assert {k: float(v) for k, v in get(state, "norm").items()} == pytest.approx(norm, rel=1e-7)
+    after, later = run(params, [params] * 2, finetune=True)
+    assert equal(get(later, "norm"), get(state, "norm"))
+    assert not equal(after, params)
+
+
+def test_finetune_is_a_flag():
+    with pytest.raises(TypeError, match="wnmuon: `finetune` must be True or False, got 1"):
+        wnmuon(finetune=1)
 
 
 @pytest.mark.parametrize(

@@ -330,6 +330,7 @@ def test_records_survive_a_line_that_was_torn(tmp_path):
     assert [r["accuracy"] for r in plan.read(tmp_path).values()] == [0.9, 0.8]
 
 
+@pytest.mark.integrations
 def test_a_call_that_was_stopped_goes_on_and_nothing_is_run_twice(tmp_path):
     wanted = plan.plan(["wine"], ["adamw"], ["tuned"], 1, False)
 

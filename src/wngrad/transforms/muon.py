@@ -22,6 +22,7 @@ from wngrad.transforms.settings import BInit, Layout, Nonfinite, Number, PyTree,
 # As `WNMuon` of torch has them, to which the tests hold this one.
 _VECTOR_SCALE = 0.3  # the step of a vector's entry in units of a neuron's
 _BETA2 = 0.99  # of the vectors
+_FRESH, _LEAST = 1 / math.sqrt(3), 0.1  # norms of weights that are zero, or nearly
 
 
 class WNMuonState(NamedTuple):
@@ -33,6 +34,7 @@ class WNMuonState(NamedTuple):
     rms: PyTree  # √v of vectors; `optax.MaskedNode()` for matrices, and so is t
     t: PyTree  # the gradients in m and rms, for each b
     skipped: Array  # blocks left alone so far
+    norm: PyTree = ()  # with `finetune`: of the neurons of every leaf before the first step
 
 
 def wnmuon(
@@ -43,6 +45,7 @@ def wnmuon(
     weight_decay: Number | None = 0.1,
     layout: Layout = None,
     nonfinite: Nonfinite = "propagate",
+    finetune: bool = False,
     precision: Any = "highest",
 ) -> optax.GradientTransformationExtraArgs:
     """Muon's direction under WNGrad's learning rate: nothing to tune.
@@ -65,6 +68,9 @@ def wnmuon(
             convention, `flax_layout`.
         nonfinite: "propagate", or "skip" to leave a matrix, or an entry of a vector, with a
             gradient that is not finite as it was and count its blocks.
+        finetune: for weights that were trained before: ρ is in units of each leaf's own norm, the
+            root mean square of a matrix's neurons' norms or of a vector's entries in `init`, at
+            least 0.1 and 1/√3 of what is zero.
         precision: of the products in the orthogonalization, as `jnp.matmul` takes it. "highest" is
             that of float32 on every device.
 
@@ -90,9 +96,10 @@ def wnmuon(
     blocks = Blocks(owner, _indicator(rate), b_init, "neuron", layouts.neuron_axis, nonfinite)
     mu = checked(owner, "momentum", momentum, below=1.0)
     decay = checked(owner, "weight_decay", weight_decay)
-    step = _Step(
-        blocks, layouts, 0.0 if mu is None else mu, None if is_off(decay) else decay, precision
-    )
+    if not isinstance(finetune, bool):
+        raise TypeError(f"{owner}: `finetune` must be True or False, got {finetune!r}.")
+    numbers = 0.0 if mu is None else mu, None if is_off(decay) else decay
+    step = _Step(blocks, layouts, *numbers, finetune, precision)
     scaling = optax.GradientTransformation(step.init, step.update)
     chain = optax.chain(scaling, optax.scale_by_learning_rate(rate))
     return narrowed(chain, None if is_off(decay) else owner)
@@ -110,10 +117,16 @@ class _Step:
     """The direction of every leaf, measured by the rule and divided by b, with decay in it."""
 
     def __init__(
-        self, blocks: Blocks, layouts: Layouts, mu: Number, decay: Number | None, precision: Any
+        self,
+        blocks: Blocks,
+        layouts: Layouts,
+        mu: Number,
+        decay: Number | None,
+        finetune: bool,
+        precision: Any,
     ) -> None:
         self._blocks, self._layouts, self._mu, self._decay = blocks, layouts, mu, decay
-        self._precision = precision
+        self._finetune, self._precision = finetune, precision
 
     def init(self, params: PyTree) -> WNMuonState:
         def of_vectors(path: tuple[Any, ...], p: Array, like: Array) -> Any:
@@ -122,7 +135,9 @@ class _Step:
 
         b, over = self._blocks.first(params), jax.tree_util.tree_map_with_path
         rms, t = over(of_vectors, params, params), over(of_vectors, params, b)
-        return WNMuonState(zero(), b, jax.tree.map(jnp.zeros_like, params), rms, t, zero())
+        m = jax.tree.map(jnp.zeros_like, params)
+        norm = jax.tree.map(_norm, params, b) if self._finetune else ()
+        return WNMuonState(zero(), b, m, rms, t, zero(), norm)
 
     def update(
         self, g: PyTree, state: WNMuonState, params: PyTree | None = None
@@ -134,6 +149,8 @@ class _Step:
         u = over(self._direction, g, m, rms, state.t)
         grown = self._blocks.grow(u, state.b, state.count)
         moves = over(self._move, u, grown.divisor, grown.live, u if params is None else params)
+        if self._finetune:
+            moves = jax.tree.map(lambda move, norm: norm * move, moves, state.norm)
         return moves, WNMuonState(
             count=optax.safe_increment(state.count),
             b=grown.b,
@@ -141,6 +158,7 @@ class _Step:
             rms=_of_vectors(_stored, state.rms, rms, grown.live),
             t=_of_vectors(lambda t, live: t + live, state.t, grown.live_blocks),
             skipped=state.skipped + grown.skipped,
+            norm=state.norm,
         )
 
     def _matrices(self, path: tuple[Any, ...], p: Array) -> Matrices | None:
@@ -166,6 +184,12 @@ class _Step:
         if self._decay is not None and matrices is not None and not matrices.by_rows:
             u = u + self._decay * wider(x)
         return jnp.where(live, u / b, 0)
+
+
+def _norm(p: Array, b: Array) -> Array:
+    """√(‖p‖²/neurons), one for each b; at least 0.1, or 1/√3 where that is 0."""
+    mean = jnp.sqrt(jnp.sum(jnp.square(jnp.abs(wider(p)))) / max(1, b.size))
+    return jnp.where(mean == 0, _FRESH, jnp.maximum(mean, _LEAST)).astype(jnp.float32)
 
 
 def _next_rms(rms: Array, g: Array) -> Array:
