@@ -14,8 +14,10 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	$(RUN) -m pytest -n 2 --dist worksteal -m "not faults and not gpu and not integrations" $(COVERAGE)
 
+# Not all of tests/: files that import JAX must not be collected where Ray forks.
 test-integrations: $(VENV)/integrations
-	$(RUN) -m pytest -n 2 --dist worksteal -m "integrations and not gpu and not faults" tests
+	$(RUN) -m pytest -n 2 --dist worksteal -m "integrations and not gpu and not faults" \
+	  tests/integrations $$(grep -l mark.integrations tests/test_*.py)
 
 # For a machine with a CUDA device; torch's build for it must be installed in .venv.
 test-gpu: $(VENV)/ready
