@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -241,6 +242,15 @@ def test_without_rich_the_table_is_plain_text(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "a:B: 1 pass, 1 fail"
     assert lines[2].split() == ["✗", "resume", "[red]no"]
+
+
+def test_a_reader_that_closes_the_pipe_gets_no_traceback():
+    """As `python -m wngrad.conformance --explain | head` does."""
+    command = [sys.executable, "-m", "wngrad.conformance", "--explain"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
 
 
 def test_the_probes_are_listed_and_explained(capsys):

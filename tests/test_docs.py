@@ -90,8 +90,6 @@ def test_a_page_installs_the_package_as_it_can_be_installed_now(page):
     """`wngrad.install` says how; a release changes it, and this names the lines to follow."""
     from wngrad.install import install_command
 
-    if page.name == "sweep.md":  # It says what a release will.
-        return
     for command, extras in re.findall(r"(pip install '[\w.]+\[([\w,]+)\]')", page.read_text()):
         assert command == install_command(*extras.split(","))
 

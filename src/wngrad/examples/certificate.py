@@ -24,7 +24,7 @@ def value_and_gradient(x: np.ndarray) -> tuple[float, np.ndarray]:
 
 def main() -> None:
     result = minimize(value_and_gradient, np.zeros(5), jac=True, tol=1e-10, trace=True)
-    print(result.status)
+    print(result.message)
     # L is known here, so that the theorem can be checked; the run itself has not used it.
     lipschitz = np.linalg.eigvalsh(A.T @ A)[-1] / (4 * len(A)) + RIDGE
     certificate = result.certify(lipschitz=float(lipschitz), f_star=0.0)
