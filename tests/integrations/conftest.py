@@ -27,7 +27,7 @@ IGNORED = [
     "ignore:.* does not have many workers:UserWarning",  # Lightning, where there are many cores
     "ignore:GPU available but not used:UserWarning",  # Lightning, where there is one
     "ignore:'pin_memory' argument is set as true:UserWarning",  # Trainer, where there is none
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # peft 0.21, transformers 5.23
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # peft, of transformers 5.23
 ]
 
 
