@@ -39,17 +39,9 @@ def test_one_dimensional_parameters_held_at_b1_are_exactly_sgd():
     assert (ours.state[p]["b"] == 1).all()
 
 
-# What is compiled again is decided before a backend sees it, and torch's own takes its time.
-@pytest.mark.parametrize(
-    ("make", "schedule", "backend"),
-    [
-        (WNGrad, "float", "inductor"),
-        (WNGrad, "tensor", "aot_eager"),
-        (WNAdam, "float", "aot_eager"),
-        (WNAdam, "tensor", "inductor"),
-    ],
-)
-def test_a_compiled_step_follows_a_schedule_without_recompiling(make, schedule, backend):
+@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+@pytest.mark.parametrize("schedule", ["float", "tensor"])
+def test_a_compiled_step_follows_a_schedule_without_recompiling(make, schedule):
     """100 steps; all is compiled within the first three, and equals the eager step."""
     torch._dynamo.reset()
     counters.clear()
@@ -59,7 +51,7 @@ def test_a_compiled_step_follows_a_schedule_without_recompiling(make, schedule, 
     rates = [torch.optim.lr_scheduler.CosineAnnealingLR(opt, 100) for opt in (one, other)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
-        step = torch.compile(one.step, backend=backend)
+        step = torch.compile(one.step)
         for seed in range(100):
             for model, opt, go in ((a, one, step), (b, other, other.step)):
                 opt.zero_grad()
@@ -74,8 +66,8 @@ def test_a_compiled_step_follows_a_schedule_without_recompiling(make, schedule, 
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("make", "backend"), [(WNGrad, "aot_eager"), (WNAdam, "inductor")])
-def test_a_whole_training_step_compiles_with_its_closure(make, backend):
+@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+def test_a_whole_training_step_compiles_with_its_closure(make):
     torch._dynamo.reset()
     a, b = twins()
     one, other = make(a.parameters()), make(b.parameters())
@@ -89,7 +81,7 @@ def test_a_whole_training_step_compiles_with_its_closure(make, backend):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
-        compiled = torch.compile(lambda: one.step(closure), backend=backend)
+        compiled = torch.compile(lambda: one.step(closure))
         losses = [compiled().item() for _ in range(5)]
     for loss in losses:
         other.zero_grad()

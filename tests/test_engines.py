@@ -1405,7 +1405,7 @@ def test_large_parameters_are_rounded_as_if_at_once():
 @pytest.mark.parametrize("fuse", [True, False])
 def test_small_updates_are_not_lost(fuse):
     """Each is a quarter of a spacing: to the nearest none survives, at random their sum does."""
-    n, steps, each = 64, 16, 2.0**-10
+    n, steps, each = 256, 16, 2.0**-10
     ends = []
     for stochastic in (False, True):
         p = nn.Parameter(torch.ones(n, dtype=HALF, device=DEVICE))
