@@ -40,6 +40,7 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.integrations
 @pytest.mark.parametrize("probe", OURS, ids=lambda c: f"{c.target}-{c.kwargs}-{c}")
 def test_our_optimizers_pass_every_probe_that_applies(probe):
     known = (probe.target, *(probe.kwargs or {}), probe.probe) in KNOWN

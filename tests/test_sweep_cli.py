@@ -129,6 +129,7 @@ def test_a_folder_of_another_version_of_the_task_is_refused(tmp_path: Path):
     assert "holds a sweep made under other conditions (source: " in done.stderr
 
 
+@pytest.mark.integrations
 def test_a_sweep_that_is_stopped_says_how_to_go_on_and_goes_on(tmp_path: Path):
     """Real processes; the run waits in its first step until the signal has been sent."""
     text = MINE.replace("    return torch.optim.SGD", GATE + "    return torch.optim.SGD")
