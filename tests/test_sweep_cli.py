@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from small_lab import wngrad
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
