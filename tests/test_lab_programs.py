@@ -303,6 +303,7 @@ def test_a_network_normalized_by_kernels_is_the_lone_run(monkeypatch) -> None:
         return bn.training
 
     monkeypatch.setattr(norm, "_suits", suits)
+    monkeypatch.setattr(Branches, "network_by", "kernels")
     ours = steps(program(Branches, s, blobs((3, 8, 8))), 5)
     assert len(normalized) >= 5 * 20  # every normalization of every step
     torch.testing.assert_close(ours.total, real.total, rtol=1e-5, atol=0)

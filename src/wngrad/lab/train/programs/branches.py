@@ -21,11 +21,10 @@ from wngrad.lab.train.update import Update
 class Branches(Fused):
     """Each lane its own tensors: on CUDA, parallel branches of one graph.
 
-    There a network with batch normalization runs as it is, and our kernels normalize. Any other is
-    compiled. For ResNet-18 both take the same time, and compiling it half a minute.
+    There a network is compiled, or it runs as it is, with batch normalization by our kernels.
     """
 
-    network_by: Literal["compiler", "kernels"] | None = None  # None: as said above
+    network_by: Literal["compiler", "kernels"] = "compiler"
 
     def __init__(self, sweep: Sweep, pack: Pack, data: Data, device: str | torch.device) -> None:
         super().__init__(sweep, pack, data, device)
@@ -37,8 +36,7 @@ class Branches(Fused):
         )
         # One network, and one compilation of it, serves every lane: its weights are arguments.
         self._loss, self._sums_of = self._training_loss, self._test_sums
-        normalized = any(isinstance(m, nn.BatchNorm2d) for m in self.lanes[0].model.modules())
-        if (self.network_by or ("kernels" if normalized else "compiler")) == "compiler":
+        if self.network_by == "compiler":
             self._loss, self._sums_of = self.compiled(self._loss), self.compiled(self._sums_of)
         else:
             use_kernels(self.lanes[0].model)
