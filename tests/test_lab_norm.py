@@ -81,15 +81,44 @@ def test_bfloat16_tables_are_rounded_once():
     torch.testing.assert_close(y.float(), torch.relu(wide), rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_in_evaluation_is_that_of_torch(monkeypatch, dtype, relu, adds):
+    layer = norm.BatchNorm(70, relu).to(DEVICE)
+    for k, t in enumerate((layer.weight, layer.bias, layer.running_mean, layer.running_var)):
+        t.data.copy_(torch.linspace(0.5, 2, 70).roll(7 * k))
+    x, res = (table(2, 70, 3, k, dtype).detach() for k in (1, 2))
+    args = (x, res) if adds else (x,)
+    monkeypatch.setattr(norm.BatchNorm, "_suits", lambda self, *args: True)
+    with torch.no_grad():
+        want = layer.eval()(*(t.float() for t in args))
+        norm.use_kernels(layer)
+        y = layer(*args)
+    assert y.dtype == dtype
+    bound = 2e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(y.float(), want, rtol=bound, atol=bound)
+
+
 @pytest.mark.parametrize("training", [True, False])
-def test_a_network_that_uses_kernels_is_the_one_it_was(monkeypatch, training):
-    """Every normalization goes through `norm`, and no ReLU is taken twice, or left out."""
-    calls = []
-    real = norm._suits
-    monkeypatch.setattr(norm, "_suits", lambda *args: bool(calls.append(args)) or real(*args))
-    plain, fused = (models.build("resnet18", (3, 32, 32), 10, seed=3) for _ in range(2))
-    norm.use_kernels(fused)
+def test_without_a_gpu_kernels_that_were_asked_for_are_left_alone(training):
+    plain, asked = (models.build("resnet18", (3, 32, 32), 10, seed=3) for _ in range(2))
+    norm.use_kernels(asked)
+    assert sum(getattr(layer, "by_kernels", False) for layer in asked.modules()) == 20
     x = torch.randn(2, 3, 32, 32)
-    assert torch.equal(plain.train(training)(x), fused.train(training)(x))
-    assert len(calls) == 20
-    assert str(plain) == str(fused)
+    assert torch.equal(plain.train(training)(x), asked.train(training)(x))
+
+
+def test_a_block_adds_its_way_around_before_the_last_relu():
+    """As in the paper of the network: relu(bn(conv(relu(bn(conv(x))))) + around(x))."""
+    net = models.build("resnet18", (3, 32, 32), 10, seed=3).train()
+    x, block = torch.randn(2, 64, 4, 4), net[4]
+    one, two, around = (F.batch_norm(y, None, None, training=True) for y in _convolved(block, x))
+    torch.testing.assert_close(block(x), torch.relu(two + around))
+    assert (one < 0).any()
+
+
+def _convolved(block, x):
+    one = block.conv1(x)
+    inner = torch.relu(F.batch_norm(one, None, None, training=True))
+    return one, block.conv2(inner), block.around[0](x)

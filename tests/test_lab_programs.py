@@ -298,15 +298,17 @@ def test_a_network_normalized_by_kernels_is_the_lone_run(monkeypatch) -> None:
     real = steps(program(Lone, s, blobs((3, 8, 8))), 5)
     normalized: list[Tensor] = []
 
-    def suits(bn: nn.BatchNorm2d, x: Tensor, residual: Tensor | None) -> bool:
+    def suits(bn: norm.BatchNorm, x: Tensor, residual: Tensor | None) -> bool:
         normalized.append(x)
-        return bn.training
+        return True
 
-    monkeypatch.setattr(norm, "_suits", suits)
-    monkeypatch.setattr(Branches, "network_by", "kernels")
+    monkeypatch.setattr(norm.BatchNorm, "_suits", suits)
     ours = steps(program(Branches, s, blobs((3, 8, 8))), 5)
-    assert len(normalized) >= 5 * 20  # every normalization of every step
+    tests = 20 * -(-len(ours.test_y) // 1000)  # before the first step
+    assert len(normalized) == 5 * 20 + tests
     torch.testing.assert_close(ours.total, real.total, rtol=1e-5, atol=0)
+    for name, values in real.start.items():
+        assert ours.start[name] == pytest.approx(values, rel=1e-5)
 
 
 @pytest.mark.gpu

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from wngrad.lab.train.loader import load_callable
-from wngrad.lab.train.norm import norm
+from wngrad.lab.train.norm import BatchNorm
 
 if TYPE_CHECKING:
     from wngrad.lab.train.data import Data
@@ -58,31 +58,24 @@ class _Block(nn.Module):
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(after)
+        self.bn1 = BatchNorm(after)
         self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(after)
+        self.bn2 = BatchNorm(after)
         self.around: nn.Module = nn.Identity()
         if stride != 1 or before != after:
             conv = nn.Conv2d(before, after, 1, stride, bias=False)
-            self.around = nn.Sequential(conv, nn.BatchNorm2d(after))
+            self.around = nn.Sequential(conv, BatchNorm(after, relu=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = norm(self.bn1, self.conv1(x))
-        return norm(self.bn2, self.conv2(y), self._around(x))
-
-    def _around(self, x: Tensor) -> Tensor:
-        if isinstance(self.around, nn.Identity):
-            return x
-        conv, bn = cast(nn.Sequential, self.around)
-        return norm(cast(nn.BatchNorm2d, bn), conv(x), relu=False)
+        y = self.conv2(self.bn1(self.conv1(x)))
+        return self.bn2(y, residual=self.around(x))  # type: ignore[no-any-return]
 
 
 def resnet18(shape: tuple[int, ...], classes: int, width: int = 64) -> nn.Module:
     """ResNet-18 (He et al., 2015) with the stem for small images: 3×3, no max-pool (Figure 3)."""
     layers: list[nn.Module] = [
         nn.Conv2d(shape[0], width, 3, padding=1, bias=False),
-        nn.BatchNorm2d(width),
-        nn.ReLU(),
+        BatchNorm(width),
     ]
     before = width
     for level in range(4):

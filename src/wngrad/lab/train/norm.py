@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,48 +14,62 @@ SHORT, TALLER = 2**14, 128  # and where a table with fewer rows than SHORT is ad
 PROGRAMS = 512  # that add up a table: some for each multiprocessor of a GPU
 
 
-def norm(
-    bn: nn.BatchNorm2d, x: Tensor, residual: Tensor | None = None, relu: bool = True
-) -> Tensor:
-    """relu(bn(x) + residual); by our kernels, where `use_kernels` has asked for them."""
-    if getattr(bn, "by_kernels", False) and _suits(bn, x, residual):
-        args = (bn.running_mean, bn.running_var, residual, bn.momentum, bn.eps, relu)
-        y: Tensor = Norm.apply(x, bn.weight, bn.bias, *args)  # type: ignore[no-untyped-call]
-        return y
-    y = nn.BatchNorm2d.forward(bn, x)
-    y = y if residual is None else y + residual
-    return torch.relu(y) if relu else y
+class BatchNorm(nn.BatchNorm2d):
+    """relu(batch normalization of x, plus a residual); the ReLU can be left out.
+
+    On CUDA each table is read and written as few times as can be, if `use_kernels` has asked for
+    it; else, and everywhere else, it is torch's own operations.
+    """
+
+    by_kernels = False
+
+    def __init__(self, channels: int, relu: bool = True) -> None:
+        super().__init__(channels)
+        self.relu = relu
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if self.by_kernels and self._suits(x, residual):
+            of = (self.weight, self.bias, self.running_mean, self.running_var)
+            if not self.training:
+                return _tested(x, residual, of, self.eps, self.relu)
+            how = (residual, self.momentum, self.eps, self.relu)
+            y: Tensor = Norm.apply(x, *of, *how)  # type: ignore[no-untyped-call]
+            return y
+        y = super().forward(x)
+        y = y if residual is None else y + residual
+        return torch.relu(y) if self.relu else y
+
+    def _suits(self, x: Tensor, residual: Tensor | None) -> bool:
+        tables = [x] if residual is None else [x, residual]
+        return (
+            x.is_cuda
+            and (self.training or not torch.is_grad_enabled())
+            and x.dtype in (torch.bfloat16, torch.float32)
+            and all(t.is_contiguous(memory_format=torch.channels_last) for t in tables)
+        )
+
+
+def has_kernels(model: nn.Module) -> bool:
+    """Whether there are kernels for some of a network's layers."""
+    return any(isinstance(layer, BatchNorm) for layer in model.modules())
 
 
 def use_kernels(model: nn.Module) -> None:
-    """Have a network's batch normalization done by our kernels, as it trains on CUDA.
-
-    In a Sequential, with the ReLU behind it, which then has nothing left to do.
-    """
+    """Have a network's `BatchNorm` done by our kernels on CUDA."""
     for layer in model.modules():
-        if isinstance(layer, nn.BatchNorm2d):
-            layer.by_kernels = True  # type: ignore[assignment]
-        if isinstance(layer, nn.Sequential):
-            for bn, relu in itertools.pairwise(layer):
-                if isinstance(bn, nn.BatchNorm2d) and isinstance(relu, nn.ReLU):
-                    bn.forward = partial(norm, bn)  # type: ignore[method-assign]
-                    relu.forward = _same  # type: ignore[method-assign, assignment]
+        if isinstance(layer, BatchNorm):
+            layer.by_kernels = True
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
+def _tested(x: Tensor, residual: Tensor | None, of: Any, eps: float, relu: bool) -> Tensor:
+    """As a network is tested: by the running statistics, without a gradient."""
+    from wngrad.lab.train import norm_kernels as k
 
-
-def _suits(bn: nn.BatchNorm2d, x: Tensor, residual: Tensor | None) -> bool:
-    tables = [x] if residual is None else [x, residual]
-    return (
-        bn.training
-        and bn.momentum is not None
-        and bn.running_mean is not None
-        and x.is_cuda
-        and x.dtype in (torch.bfloat16, torch.float32)
-        and all(t.is_contiguous(memory_format=torch.channels_last) for t in tables)
-    )
+    shape, y = _Shape(x), torch.empty_like(x)
+    flags = {"ADDS": residual is not None, "RELU": relu}
+    added = x if residual is None else residual
+    k.apply_running[shape.grid](x, added, y, *of, shape.m, shape.c, eps, **shape.tiles, **flags)
+    return y
 
 
 class Norm(torch.autograd.Function):

@@ -112,22 +112,45 @@ def find_scales(
 
 
 @triton.jit
-def apply(
-    x, residual, y, scales, M, C, TALL: tl.constexpr, WIDE: tl.constexpr, ADDS: tl.constexpr,
+def _write(
+    x, residual, y, scale, offset, c, here, M, C, TALL: tl.constexpr, ADDS: tl.constexpr,
     RELU: tl.constexpr,
 ):  # fmt: skip
-    c, here = _columns(C, WIDE, 1)
+    """Of one tile, y = max(0, x scale + offset + residual)."""
     m = tl.program_id(0) * TALL + tl.arange(0, TALL)
     inside = (m < M)[:, None] & here[None, :]
     at = m.to(tl.int64)[:, None] * C + c[None, :]
-    scale = tl.load(scales + SCALE * C + c, mask=here, other=0.0)
-    offset = tl.load(scales + OFFSET * C + c, mask=here, other=0.0)
     out = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale[None, :] + offset[None, :]
     if ADDS:
         out += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     if RELU:
         out = tl.where(out < 0, 0.0, out)  # nan stays
     tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def apply(
+    x, residual, y, scales, M, C, TALL: tl.constexpr, WIDE: tl.constexpr, ADDS: tl.constexpr,
+    RELU: tl.constexpr,
+):  # fmt: skip
+    c, here = _columns(C, WIDE, 1)
+    scale = tl.load(scales + SCALE * C + c, mask=here, other=0.0)
+    offset = tl.load(scales + OFFSET * C + c, mask=here, other=0.0)
+    _write(x, residual, y, scale, offset, c, here, M, C, TALL, ADDS, RELU)
+
+
+@triton.jit
+def apply_running(
+    x, residual, y, weight, bias, running_mean, running_var, M, C, eps, TALL: tl.constexpr,
+    WIDE: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr,
+):  # fmt: skip
+    """By the running statistics: as a network is tested."""
+    c, here = _columns(C, WIDE, 1)
+    var = tl.load(running_var + c, mask=here, other=1.0)
+    scale = tl.load(weight + c, mask=here, other=0.0) / tl.sqrt(var + eps)
+    mean = tl.load(running_mean + c, mask=here, other=0.0)
+    offset = tl.load(bias + c, mask=here, other=0.0) - mean * scale
+    _write(x, residual, y, scale, offset, c, here, M, C, TALL, ADDS, RELU)
 
 
 @triton.jit

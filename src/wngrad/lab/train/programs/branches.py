@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from wngrad.lab.train import models
 from wngrad.lab.train.data import Data
-from wngrad.lab.train.norm import use_kernels
+from wngrad.lab.train.norm import has_kernels, use_kernels
 from wngrad.lab.train.objective import Sums
 from wngrad.lab.train.programs.base import Fused, copy_into, move
 from wngrad.lab.train.spec import Lane, Pack, Setting, Sweep
@@ -21,10 +21,11 @@ from wngrad.lab.train.update import Update
 class Branches(Fused):
     """Each lane its own tensors: on CUDA, parallel branches of one graph.
 
-    There a network is compiled, or it runs as it is, with batch normalization by our kernels.
+    There a network is compiled, or runs as it is, with batch normalization by our kernels, if it
+    has layers that can: that is as fast, and starts sooner.
     """
 
-    network_by: Literal["compiler", "kernels"] = "compiler"
+    network_by: Literal["compiler", "kernels"] | None = None  # None: as suits the network
 
     def __init__(self, sweep: Sweep, pack: Pack, data: Data, device: str | torch.device) -> None:
         super().__init__(sweep, pack, data, device)
@@ -36,10 +37,12 @@ class Branches(Fused):
         )
         # One network, and one compilation of it, serves every lane: its weights are arguments.
         self._loss, self._sums_of = self._training_loss, self._test_sums
-        if self.network_by == "compiler":
-            self._loss, self._sums_of = self.compiled(self._loss), self.compiled(self._sums_of)
+        model = self.lanes[0].model
+        by = self.network_by or ("kernels" if has_kernels(model) else "compiler")
+        if by == "kernels":
+            use_kernels(model)
         else:
-            use_kernels(self.lanes[0].model)
+            self._loss, self._sums_of = self.compiled(self._loss), self.compiled(self._sums_of)
         self._move = self.compiled(move)
         if self.device.type == "cuda":
             self.streams = [torch.cuda.Stream() for _ in self.lanes]  # type: ignore[no-untyped-call]
