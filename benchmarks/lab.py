@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +30,7 @@ import torch
 from wngrad.lab.recipes import RECIPES
 from wngrad.lab.run.environment import environment, precision_on
 from wngrad.lab.train.data import Data, load
+from wngrad.lab.train.norm import BatchNorm
 from wngrad.lab.train.programs import PROGRAMS, Branches, Lone, Program, branches
 from wngrad.lab.train.programs.base import Fused
 from wngrad.lab.train.spec import Pack, Sweep, packs
@@ -40,6 +42,7 @@ VARIANTS = {  # of a network in branches, all but "eager" with a compiled optimi
     "autocast": "compiled, weights cast one by one",
     "compiled": "compiled; in branches, weights cast by tables",
     "eager": "nothing is compiled, the step is a CUDA graph all the same",
+    "unnormalized": "as kernels, but batch normalization does nothing: what the rest takes",
 }
 SHAPES = {"mnist": ((1, 28, 28), 60_000), "cifar10": ((3, 32, 32), 50_000)}
 
@@ -76,7 +79,7 @@ def sequential(sweep: Sweep, data: Data, device: str) -> dict[str, dict[str, flo
     """Seconds of an epoch of one lane by the bare and by the lone loop, for every optimizer."""
     loops: dict[str, dict[str, float]] = {"bare": {}, "lone": {}}
     for name in sweep.optimizers:
-        one = replace(sweep, optimizers=(name,), lam=(0.01,), seeds=(0,), repeat_at=())
+        one = replace(sweep, optimizers=(name,), lam=(0.01,), seeds=(0,), repeat=())
         program = Lone(one, packs(one.settings, one.seeds, None)[0], data, device)
         loops["bare"][name] = per_epoch(program, lambda n, p=program: bare(p, n), 1)[0]
         loops["lone"][name] = per_epoch(program, program._train, 1)[0]
@@ -131,7 +134,15 @@ def variant(name: str) -> Iterator[None]:
             stack.enter_context(mock.patch.object(branches, "use_kernels"))
         if name == "eager":
             stack.enter_context(mock.patch.object(Fused, "compiles", False))
+        if name == "unnormalized":
+            stack.enter_context(mock.patch.object(BatchNorm, "forward", only_add))
+            grad = partial(torch.autograd.grad, allow_unused=True, materialize_grads=True)
+            stack.enter_context(mock.patch.object(torch.autograd, "grad", grad))
         yield
+
+
+def only_add(layer: BatchNorm, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+    return x if residual is None else x + residual
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -154,6 +165,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             row["seconds per lane and epoch"] * len(sweep.lanes) * sweep.epochs
         )
         say(name, row)
+        del row["summed losses"]
     row["alone, seconds per lane and epoch"] = sequential(sweep, data, device)
     for loop, seconds in row["alone, seconds per lane and epoch"].items():
         each = ", ".join(f"{k} {v:.3f} s" for k, v in seconds.items())

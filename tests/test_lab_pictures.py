@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from wngrad.lab.report import figures, page
 from wngrad.lab.report.cells import Cell, lead
 from wngrad.lab.report.paper import PaperReport
 from wngrad.lab.report.results import Results
-from wngrad.lab.train.spec import Lane
+from wngrad.lab.train.spec import Lane, Setting, Sweep
 
 
 def dotted(final: Callable[[Lane], float | None], panel: int) -> list[float]:
@@ -85,15 +86,17 @@ def test_a_lead_counts_the_seeds_that_both_have():
     assert (apart.by, apart.error) == (pytest.approx(0.1), None)
 
 
-UNEVEN = replace(SMALL, repeat_at=(1.0,), claims=(AHEAD, ROBUST, STILL))
+AT_ONE = tuple(setting for setting in SMALL.settings if setting.lam == 1.0)
+UNEVEN = replace(SMALL, repeat=AT_ONE, claims=(AHEAD, ROBUST, STILL))
 
 
 def test_some_lambda_have_every_seed_and_the_others_the_first():
     assert len(UNEVEN.lanes) == 8 + 2 * 2
     assert UNEVEN.settings_of(0) == SMALL.settings
-    assert {s.lam for s in UNEVEN.settings_of(1)} == {1.0}
-    with pytest.raises(ValueError, match=r"Sweep: `repeat_at` must be of `lam`, got \(7.0,\)"):
-        replace(SMALL, repeat_at=(7.0,))
+    assert UNEVEN.settings_of(1) == AT_ONE
+    assert Sweep.from_json(json.loads(json.dumps(UNEVEN.to_json()))).repeat == AT_ONE
+    with pytest.raises(ValueError, match=r"Sweep: `repeat` must be of the sweep's settings, got"):
+        replace(SMALL, repeat=(Setting("sgd", 7.0),))
 
 
 def test_a_report_says_where_it_has_more_seeds():
@@ -102,6 +105,20 @@ def test_a_report_says_where_it_has_more_seeds():
     assert report.results.left_out() == []
     assert "Provisional" not in report.verdict()
     assert [finding.look for finding in report.findings] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("repeat", "where"),
+    [
+        ([("wngrad", 1.0)], "of WNGrad at λ = 1"),
+        ([("sgd", 1.0), ("wngrad", 1.0), ("wngrad", 10.0)], "at λ = 1; of WNGrad at λ = 10"),
+        ([("wngrad", lam) for lam in SMALL.lam], "of WNGrad"),
+    ],
+)
+def test_a_report_says_of_whom_it_has_more_seeds(repeat, where):
+    some = replace(SMALL, repeat=tuple(Setting(*pair) for pair in repeat))
+    text = PaperReport(Results(some, records(some, final=steep))).markdown()
+    assert f"n = 1 to 3 seeds (3 {where}), 3 epochs" in text
 
 
 def test_more_seeds_elsewhere_do_not_keep_a_lambda_from_being_best():
@@ -130,3 +147,26 @@ def test_what_single_seeds_near_the_limit_could_turn_is_a_look():
     close = replace(ROBUST, within=0.32)  # λ = 1 is usable now: 2 to 1
     results = Results(sweep, records(sweep, final=near(0.53)))
     assert close.measure(results).verdict == "a look (n = 1): yes"
+
+
+@pytest.mark.parametrize(
+    ("loss", "verdict"),
+    [
+        (0.22, "holds"),
+        (0.26, "a look (n = 1): yes"),
+        (0.3, "a look (n = 1): no"),
+        (0.5, "does not hold"),
+    ],
+)
+def test_a_best_of_one_seed_decides_nothing_that_is_far_from_its_limit(loss, verdict):
+    """The best is 0.8 at one seed, and so the limit 0.7; the seeds at λ = 1 spread by 0.01."""
+
+    def final(lane: Lane) -> float:
+        if lane.optimizer == "wngrad":
+            return 0.2 if lane.lam == 0.1 else 0.9
+        return 0.9 if lane.lam != 1 else loss + 0.01 * lane.seed
+
+    claim = replace(STILL, lam=1.0)
+    finding = claim.measure(Results(UNEVEN, records(UNEVEN, final=final)))
+    assert finding.verdict == verdict
+    assert finding.look == ("may move that limit by 4 points" not in finding.measured)

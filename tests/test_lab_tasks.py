@@ -90,3 +90,21 @@ def test_f11_a_task_that_takes_what_a_sweep_needs_ends_it_in_lines(tmp_path, doe
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ("atexit.register(print, 'bye')", "bye"),
+        ("atexit.register(1 .__truediv__, 0); atexit.register(print, 'bye')", "bye"),
+        (THREAD, "a thread that the task had started"),
+    ],
+    ids=["registered", "registered, and fails", "thread"],
+)
+def test_who_leaves_does_what_was_registered_and_waits_for_no_thread(before, said):
+    code = "import atexit, sys, threading, time; from wngrad.lab.run import leftovers\n"
+    code += f"{before}\nsys.stdout.write('not flushed. ')\nleftovers.leave(3, print)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3
+    assert "not flushed." in done.stdout
+    assert said in done.stdout

@@ -28,9 +28,11 @@ def _run() -> None:
 
 
 def leave(end: SystemExit) -> None:
-    """End without what a task has left here, for which Python would wait."""
+    """End at once, without what a task has left here, for which Python would wait."""
     from wngrad.cli.messages import warn
     from wngrad.lab.run import leftovers
 
     leftovers.stop_processes(warn)
-    leftovers.leave_threads(end.code if isinstance(end.code, int) else 1, warn)
+    if isinstance(end.code, str):
+        print(end.code, file=sys.stderr)
+    leftovers.leave(end.code if isinstance(end.code, int) else int(bool(end.code)), warn)

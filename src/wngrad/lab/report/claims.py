@@ -278,7 +278,17 @@ class Generalizes(Claim):
         text = f"{cell.brief}; the best is {best.cell.brief}, {_where(best)}"
         if (best.optimizer, best.lam) != (self.optimizer, lam):
             text += f": {lead(cell, best.cell)}"
-        return Verdict(text, holds, [cell, best.cell])
+        cells, reach = [cell, best.cell], _reach([cell], best)
+        if (
+            best.cell.lanes > 1
+            or cell.lanes == 1
+            or _close_to_limit(cell, best, self.within, reach)
+        ):
+            return Verdict(text, holds, cells)
+        text += (
+            f"; other seeds may move that limit by {100 * reach:.2g} points, which is too little"
+        )
+        return Verdict(text, holds, cells, [cell])
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,12 +357,13 @@ def _reach(several: Sequence[Cell], best: Best) -> float:
 
 def _close_calls(cells: Sequence[Cell], best: Best, within: float, reach: float) -> list[Cell]:
     """The means of one seed that another seed might put on the other side of the limit."""
+    alone = (cell for cell in cells if cell.lanes == 1)
+    return [cell for cell in alone if _close_to_limit(cell, best, within, reach)]
+
+
+def _close_to_limit(cell: Cell, best: Best, within: float, reach: float) -> bool:
     limit = -math.inf if best.cell.mean is None else best.cell.mean - within
-    return [
-        cell
-        for cell in cells
-        if cell.lanes == 1 and (cell.mean is None or abs(cell.mean - limit) <= reach)
-    ]
+    return cell.mean is None or abs(cell.mean - limit) <= reach
 
 
 def _worst_seed(cells: Mapping[float, Cell]) -> str:

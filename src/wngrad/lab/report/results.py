@@ -221,23 +221,30 @@ class Results:
         return f"{problem}; {self._n()}, {self.epochs} {times}, {lanes}"
 
     def _n(self) -> str:
-        """The number of seeds, in words; at which λ, where it is not the same at all of them."""
-        seeds = "seed" if self.seeds == 1 else "seeds"
-        counts = [self._seeds_at(lam) for lam in self.sweep.lam]
-        least, most = min(counts), max(counts)
-        if least in (0, most):
-            return f"n = {self.seeds} {seeds}"
-        where = [lam_text(lam) for lam in sorted(self.sweep.lam) if self._seeds_at(lam) == most]
-        return f"n = {least} to {most} seeds ({most} at λ = {', '.join(where)})"
-
-    def _seeds_at(self, lam: float) -> int:
-        """With how many seeds every optimizer was run at a λ that it has."""
-        counts = [
-            len(self._done_at.get(Setting(name, lam), ()))
-            for name in self.sweep.optimizers
-            if lam in self.sweep.grid(name)
+        """The number of seeds, in words; and where there are most, if it is not the same at all."""
+        grid = [
+            Setting(name, lam) for name in self.sweep.optimizers for lam in self.sweep.grid(name)
         ]
-        return min(counts, default=0)
+        counts = {setting: len(self._done_at.get(setting, ())) for setting in grid}
+        least, most = min(counts.values()), max(counts.values())
+        if least in (0, most):
+            return f"n = {self.seeds} {'seed' if self.seeds == 1 else 'seeds'}"
+        fewer = {setting for setting in grid if counts[setting] < most}
+        return f"n = {least} to {most} seeds ({most} {'; '.join(self._all_but(fewer))})"
+
+    def _all_but(self, fewer: set[Setting]) -> list[str]:
+        """The sweep's settings but these: λ that all optimizers share first, then by optimizer."""
+        out = []
+        every = {lam for lam in self.sweep.lam if not any(s.lam == lam for s in fewer)}
+        if every:
+            out.append(f"at {_lam_list(every)}")
+        for name in self.sweep.optimizers:
+            own = {lam for lam in self.sweep.grid(name) if Setting(name, lam) not in fewer} - every
+            if own and not any(s.optimizer == name for s in fewer):
+                out.append(f"of {label(name)}")
+            elif own:
+                out.append(f"of {label(name)} at {_lam_list(own)}")
+        return out
 
     def provenance(self) -> dict[str, str]:
         """Every distinct value of what the records say of their making."""
@@ -309,6 +316,10 @@ def few(items: Iterable[str], most: int = 6) -> str:
     every = list(items)
     more = f"; and {len(every) - most} more" if len(every) > most else ""
     return "; ".join(every[:most]) + more
+
+
+def _lam_list(lams: Iterable[float]) -> str:
+    return f"λ = {', '.join(map(lam_text, sorted(lams)))}"
 
 
 def _belongs(sweep: Sweep, record: Record) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 
@@ -24,13 +26,17 @@ def stop_processes(warn: Callable[[str], None]) -> None:
         child.kill()
 
 
-def leave_threads(status: int, warn: Callable[[str], None]) -> None:
-    """End this process at once if a thread is left, for which there is no other end."""
+def leave(status: int, warn: Callable[[str], None]) -> NoReturn:
+    """End this process: what was registered for its end is done, a thread that is left is not.
+
+    Python would take torch and its compiler apart, object by object, which takes a second.
+    """
     main = threading.main_thread()
     left = [each.name for each in threading.enumerate() if each is not main and not each.daemon]
-    if not left:
-        return
-    warn(f"a thread that the task had started ({left[0]}) was still running: it was left.")
+    if left:
+        warn(f"a thread that the task had started ({left[0]}) was still running: it was left.")
+    else:
+        atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -89,7 +89,7 @@ class Sweep:
     lam: tuple[float, ...]
     epochs: int
     seeds: tuple[int, ...]
-    repeat_at: tuple[float, ...] = ()  # λ that have every seed, others the first; empty: all have
+    repeat: tuple[Setting, ...] = ()  # what has every seed, others the first; empty: all have
     batch: int = 100
     weight_decay: float = 0.0
     program: Kind = "stacked"
@@ -115,13 +115,13 @@ class Sweep:
         if self.pairs:
             self._set("optimizers", dict.fromkeys(p.optimizer for p in self.pairs))
             self._set("lam", dict.fromkeys(p.lam for p in self.pairs))
-        for name in ("pairs", "optimizers", "lam", "seeds", "repeat_at"):
-            values, optional = self._set(name, getattr(self, name)), name in ("pairs", "repeat_at")
+        for name in ("pairs", "optimizers", "lam", "seeds", "repeat"):
+            values, optional = self._set(name, getattr(self, name)), name in ("pairs", "repeat")
             if len(set(values)) < len(values) or not (values or optional):
                 what = "each once" if optional else "some values, each once"
                 raise ValueError(f"Sweep: `{name}` must be {what}, got {values!r}.")
-        if set(self.repeat_at) - set(self.lam):
-            raise ValueError(f"Sweep: `repeat_at` must be of `lam`, got {self.repeat_at!r}.")
+        if unknown := set(self.repeat) - set(self.settings):
+            raise ValueError(f"Sweep: `repeat` must be of the sweep's settings, got {unknown!r}.")
         for name, least in (("epochs", 1), ("batch", 1), ("weight_decay", 0)):
             if not (value := getattr(self, name)) >= least:
                 raise ValueError(f"Sweep: `{name}` must be >= {least}, got {value!r}.")
@@ -162,9 +162,9 @@ class Sweep:
 
     def settings_of(self, seed: int) -> tuple[Setting, ...]:
         """What is run with a seed: everything with the first, and where it is to be repeated."""
-        if not self.repeat_at or seed == self.seeds[0]:
+        if not self.repeat or seed == self.seeds[0]:
             return self.settings
-        return tuple(s for s in self.settings if s.lam in self.repeat_at)
+        return tuple(s for s in self.settings if s in self.repeat)
 
     def cut(
         self, seeds: Sequence[int], first: int = 1, settings: Iterable[Setting] | None = None
@@ -224,18 +224,17 @@ class Sweep:
         """The sweep as plain data, its claims apart: they are for reports."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "claims"}
         return plain | {
-            name: [[each.optimizer, each.lam] for each in getattr(self, name)]
-            for name in ("pairs", "defaults")
+            name: [[each.optimizer, each.lam] for each in getattr(self, name)] for name in _SETTINGS
         }
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> Sweep:
         plain = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
-        pairs = {
-            name: tuple(Setting(*pair) for pair in plain.get(name, ()))
-            for name in ("pairs", "defaults")
-        }
+        pairs = {name: tuple(Setting(*pair) for pair in plain.get(name, ())) for name in _SETTINGS}
         return cls(**{**plain, **pairs})
+
+
+_SETTINGS = ("pairs", "defaults", "repeat")  # fields of a sweep
 
 
 def packs(
