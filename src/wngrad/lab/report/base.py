@@ -147,10 +147,10 @@ class Report(ABC):
 
     def provisional(self) -> str:
         """What is still to come, in a sentence; empty if nothing is."""
-        results, sweep = self.results, self.results.sweep
-        if not results.cut_short and results.seeds == len(sweep.seeds):
-            return ""
-        return (
-            f" Provisional: {results.epochs} of {sweep.epochs} epochs, "
-            f"{results.seeds} of {len(sweep.seeds)} seeds."
-        )
+        results, short = self.results, []
+        if results.cut_short:
+            short.append(f"{results.epochs} of {results.sweep.epochs} epochs")
+        if results.missing:
+            lanes = len(results.sweep.lanes)
+            short.append(f"{lanes - len(results.missing)} of {lanes} lanes")
+        return f" Provisional: {', '.join(short)}." if short else ""
