@@ -84,6 +84,22 @@ def made(task: Task, kind: str = "stacked", **changes: Any) -> Program:
     return p
 
 
+def test_unless_others_are_named_wnmuon_is_run_at_its_default_alone():
+    address = f"{EXAMPLES}/diabetes_task.py"
+    usual, without = (plan(address, lam=(0.1, 1), defaults=each) for each in (True, False))
+    assert usual.sweep.grid("wnmuon") == (0.3,)
+    assert usual.sweep.grid("wnadam") == (0.1, 1)
+    assert "wnmuon" in usual.sweep.alone
+    assert usual.how[-1] == (
+        "wnmuon: 3 separate runs: at its default alone, as it has nothing to tune."
+    )
+    named = plan(address, lam=(0.1, 1), optimizers=("sgd", "wnmuon"))
+    assert named.sweep.grid("wnmuon") == (0.1, 1)
+    assert "wnmuon" not in without.sweep.optimizers
+    one = plan(address, lam=(0.1,))
+    assert one.how[0] == "sgd: stacked, 6 of the 24 lanes that train as one program."
+
+
 @pytest.mark.parametrize(
     ("task", "kind"), [(REGRESSION, "stacked"), (REGRESSION, "branches"), (SEQUENCE, "branches")]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from wngrad.lab.report.dependence import Row, measure
 from wngrad.lab.report.results import Results
 from wngrad.lab.report.sensitivity import lr_sensitivity, usable_decades
 from wngrad.lab.report.task import TaskReport
-from wngrad.lab.train.spec import Lane, Record, Sweep
+from wngrad.lab.train.spec import Lane, Record, Setting, Sweep
 
 SWEEP = Sweep(
     name="mine", claim="Does it depend on λ?", dataset="mine", model="mine",
@@ -161,6 +162,29 @@ def test_the_sentence_names_the_lowest_loss_and_the_widest_range():
     assert "Most usable decades: WNGrad, ≥ 2.1" in said
     nothing = Results(SWEEP, [Record(lane, "failed", "", None, {}) for lane in SWEEP.lanes])
     assert "No optimizer has a result" in TaskReport(nothing).verdict()
+
+
+def test_an_optimizer_at_one_lambda_may_be_the_best_and_depends_on_nothing():
+    pairs = [s for s in SWEEP.settings if s.optimizer != "peers:Fast"]
+    sweep = replace(SWEEP, pairs=(*pairs, Setting("peers:Fast", 0.1)))
+
+    def with_best(best: float) -> TaskReport:
+        every = records(lambda lane: best if lane.optimizer == "peers:Fast" else final(lane))
+        return TaskReport(Results(sweep, [r for r in every if r.lane in sweep.lanes]))
+
+    report = with_best(0.95)
+    assert "Lowest test loss: peers:Fast" in report.verdict()
+    assert "Most usable decades: WNGrad" in report.verdict()
+    assert with_best(0.1).verdict().endswith("No range of λ is usable.")
+    cells = dict(zip(report.heads(), report.rows()[2], strict=True))
+    for head in ("usable decades [95 %]", "sensitivity", "recommended λ"):
+        assert cells[head] == "–"
+        assert "–" not in (row[report.heads().index(head)] for row in report.rows()[1:2])
+    grids = {each["name"]: each["grid"] for each in page._optimizers(report.results)}
+    assert grids == {"sgd": [0, 1, 2, 3], "wngrad": [0, 1, 2, 3], "peers:Fast": [1]}
+    assert "over 4 λ from 0.01 to 10" in report.legend()
+    assert "An optimizer at its default alone has neither." in report.legend()
+    assert "alone has neither" not in TaskReport(Results(SWEEP, records())).legend()
 
 
 def test_a_lead_within_noise_is_called_so():

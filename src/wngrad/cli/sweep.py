@@ -16,7 +16,7 @@ from rich.table import Table
 from wngrad.cli import job as jobs
 from wngrad.cli import options, starters
 from wngrad.cli.messages import fail, warn
-from wngrad.lab.optimizers import SWEPT
+from wngrad.lab.optimizers import SWEPT, UNTUNED
 from wngrad.lab.train.loader import did_you_mean
 from wngrad.lab.train.naming import split
 from wngrad.lab.train.spec import Kind, StopRule
@@ -30,11 +30,12 @@ def sweep(
         ),
     ] = None,
     optimizers: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="With commas: names, module:Class, file.py:function; (setting=value) after each."
+            help="With commas: names, module:Class, file.py:function; (setting=value) after each.",
+            show_default=f"{', '.join(SWEPT)}; {', '.join(UNTUNED)} at its default",
         ),
-    ] = ",".join(SWEPT),
+    ] = None,
     lam_from: Annotated[float, typer.Option(help="The least λ of the grid.")] = 1e-4,
     lam_to: Annotated[float, typer.Option(help="The greatest.")] = 10.0,
     per_decade: Annotated[int, typer.Option(help="How many λ a decade.")] = 2,
@@ -82,7 +83,7 @@ def sweep(
             task,
             lam=grid,
             seeds=seeds,
-            optimizers=split(optimizers),
+            optimizers=None if optimizers is None else split(optimizers),
             epochs=epochs,
             device=device,
             program=_program(program),

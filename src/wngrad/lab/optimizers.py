@@ -168,4 +168,5 @@ SPARE_STYLES = (  # for optimizers of one's own
     Style("#b8a800", "*", "star", "★"),
     Style("#17a2b8", "<", "triangle-left", "◀"),
 )
-SWEPT = ("sgd", "adam", "wngrad", "wnadam")  # by `wngrad sweep`, unless others are named
+# By `wngrad sweep`, unless others are named: over λ, and at its own λ alone.
+SWEPT, UNTUNED = ("sgd", "adam", "wngrad", "wnadam"), ("wnmuon",)

@@ -26,6 +26,11 @@ class Curves:
     best: Sequence[float]  # the least loss of all optimizers, of each seed
     by: Metric = field(default="test_loss", kw_only=True)
 
+    @property
+    def has_range(self) -> bool:
+        """Whether there is something to depend on: an optimizer may be run at one λ alone."""
+        return len(self.lam) > 1
+
     @cached_property
     def sensitivity(self) -> Cell:
         """From the optimizer's own best; one value for each seed."""

@@ -81,7 +81,10 @@ def _over_lam(ax: Any, results: Results, metric: Metric, on: Axis) -> None:
     rows = len(results.sweep.optimizers)
     for row, (name, style) in enumerate(styles(results.sweep.optimizers).items()):
         cells = {lam: results.cell(name, lam, metric) for lam in lams}
-        means += _means(ax, cells, on, _line_style(style, row, rows))
+        line = _line_style(style, row, rows)
+        if len(results.sweep.grid(name)) == 1:
+            line["markersize"] = 7.0  # no line leads to it
+        means += _means(ax, cells, on, line)
         marked |= _edge(ax, cells, on, row, style)
         beyond |= any(map(on.beyond, cells.values()))
     _limits(ax, on, means, rows if marked else 0, beyond)

@@ -96,12 +96,13 @@ def _values(results: Results) -> list[list[str]]:
 
 
 def _optimizers(results: Results) -> list[dict[str, Any]]:
-    rows = []
+    rows, lams = [], sorted(results.sweep.lam)
     for name, style in styles(results.sweep.optimizers).items():
         best = results.best(name)
-        where = sorted(results.sweep.lam).index(best.lam) if best else None
+        where = lams.index(best.lam) if best else None
+        grid = [lams.index(lam) for lam in results.sweep.grid(name)]
         drawn = {"color": style.color, "symbol": style.symbol, "glyph": style.glyph}
-        rows.append({"name": name, "label": label(name), "best": where, **drawn})
+        rows.append({"name": name, "label": label(name), "best": where, "grid": grid, **drawn})
     return rows
 
 

@@ -109,7 +109,9 @@ class TaskReport(Report):
         return [metric for metric in every if metric.startswith("test_")] or every
 
     def legend(self) -> str:
-        results, grid, start = self.results, self.results.sweep.lam, self.results.start(self.by)
+        results, start = self.results, self.results.start(self.by)
+        grid = max(map(results.sweep.grid, results.sweep.optimizers), key=len)
+        own_lam = "An optimizer at its default alone has neither. " if self._has_untuned() else ""
         own = ", as its reports count steps" if results.sweep.program == "function" else ""
         before = "" if start is None else f" (here {start:.3g})"
         return (
@@ -123,6 +125,7 @@ class TaskReport(Report):
             f"but {100 * WITHIN:g} % of what the best of all optimizers gains over the start; the "
             "decades are those around the optimizer's best λ, with Student's "
             f"{100 * LEVEL:g} % interval over the seeds; ≥: they reach an end of the grid. "
+            f"{own_lam}"
             "Recommended: the geometric middle of the usable range; –: no λ is usable. Step time: "
             f"the least wall time of a training step of one run alone{own}. "
             f"{PEAK if self.log.has_peaks else ''}"
@@ -135,20 +138,26 @@ class TaskReport(Report):
         if not pairs:
             return "No optimizer has a result at every λ: see what was left out."
         low, _ = min(pairs, key=lambda pair: pair[0].cell.cost)
-        wide, widest = max(pairs, key=lambda pair: pair[1].decades.value)
         near = [
             label(b.optimizer) for b, _ in pairs if b is not low and lead(low.cell, b.cell).noise
         ]
         level = f", within noise of {' and '.join(near)}" if near else ""
-        return (
+        lowest = (
             f"Lowest {self.results.label(self.by)}: {label(low.optimizer)}, {low.cell} at "
-            f"λ = {lam_text(low.lam)}{level}. Most usable decades: {label(wide.optimizer)}, "
-            f"{widest.decades}."
+            f"λ = {lam_text(low.lam)}{level}."
         )
+        ranges = [pair for pair in pairs if pair[1].has_range]
+        if not ranges:
+            return lowest
+        wide, widest = max(ranges, key=lambda pair: pair[1].decades.value)
+        if not widest.decades.value:
+            return f"{lowest} No range of λ is usable."
+        return f"{lowest} Most usable decades: {label(wide.optimizer)}, {widest.decades}."
 
     def _cells(self, row: Row, others: Sequence[Metric]) -> list[str]:
         cost = self.log.costs.get(row.optimizer, Cost())
         best, failed = row.best, f"; {row.failed} failed" if row.failed else ""
+        curves = row.curves if row.curves and row.curves.has_range else None
         return [
             label(row.optimizer),
             _at(row.default),
@@ -157,14 +166,18 @@ class TaskReport(Report):
                 str(self.results.cell(row.optimizer, best.lam, metric)) if best else "–"
                 for metric in others
             ),
-            str(row.curves.decades) if row.curves else "–",
-            str(row.curves.sensitivity) if row.curves else "–",
+            str(curves.decades) if curves else "–",
+            str(curves.sensitivity) if curves else "–",
             cost.time_text(),
             *([bytes_text(cost.peak)] if self.log.has_peaks else []),
             bytes_text(cost.state),
-            lam_text(row.curves.recommended if row.curves else None),
+            lam_text(curves.recommended if curves else None),
             f"{row.diverged} of {row.lanes}{failed}",
         ]
+
+    def _has_untuned(self) -> bool:
+        """Whether some optimizers were run at one λ, and others at several."""
+        return len({row.curves.has_range for row in self.dependence.rows if row.curves}) == 2
 
     def _others(self) -> list[Metric]:
         """What is shown at the best λ: all metrics but the loss it was chosen by, tests first."""

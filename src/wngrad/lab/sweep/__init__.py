@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wngrad.lab.optimizers import OPTIMIZERS, SWEPT
+from wngrad.lab.optimizers import OPTIMIZERS, SWEPT, UNTUNED
 from wngrad.lab.report import builder, costs
 from wngrad.lab.report.cells import label
 from wngrad.lab.report.results import Results
@@ -51,7 +51,7 @@ def plan(
     *,
     lam: Sequence[float],
     seeds: int = 3,
-    optimizers: Sequence[str] = SWEPT,
+    optimizers: Sequence[str] | None = None,
     epochs: int | None = None,
     device: str = "cpu",
     program: Kind | None = None,
@@ -64,7 +64,8 @@ def plan(
     Args:
         address: "file.py" (its `task`, or its `train`), "file.py:name" or "module:name".
         optimizers: names, "module:Class" or "file.py:function", each with settings in parentheses
-            if need be; what is not a name is called as Class(params, lr=λ).
+            if need be; what is not a name is called as Class(params, lr=λ). None: SGD, Adam, WNGrad
+            and WN-Adam, and WNMuon at its default alone, as it has nothing to tune.
         device: "cpu", "cuda" or "auto".
         program: how to train side by side, instead of the choice made here.
         lanes: at most so many side by side, if memory is short.
@@ -75,10 +76,12 @@ def plan(
         ValueError: there is no such task or optimizer, or the task does not work; in one line.
     """
     task = find(address)
-    choices = [parse(name) for name in optimizers]
+    over_lam = [parse(name) for name in (SWEPT if optimizers is None else optimizers)]
+    untuned = [parse(name) for name in UNTUNED if optimizers is None and defaults]
+    choices = [*over_lam, *untuned]
     for choice in choices:
         choice.function()
-    names = tuple(choice.name for choice in choices)
+    names = tuple(choice.name for choice in over_lam)
     fields, why = _fields(task, address, device, program)
     chosen = fields["program"]
     sweep = Sweep(
@@ -92,12 +95,20 @@ def plan(
         seeds=tuple(range(seeds)),
         lanes_per_pack=lanes or (BRANCHES_AT_ONCE if chosen == "branches" else None),
         task=address,
-        alone=tuple(n for n in names if n not in OPTIMIZERS and chosen not in ONE_BY_ONE),
+        alone=tuple(
+            choice.name
+            for choice in choices
+            if choice.name not in OPTIMIZERS and chosen not in ONE_BY_ONE
+        ),
         defaults=_defaults(choices) if defaults else (),
         stop=stop,
         **fields,
     )
-    lines = [_how(sweep, name, why) for name in names]
+    if untuned:
+        own = [each for each in sweep.defaults if each.optimizer not in names]
+        grid = [Setting(name, each) for name in names for each in sweep.lam]
+        sweep = replace(sweep, pairs=(*grid, *own))
+    lines = [_how(sweep, name, why if name in names else None) for name in sweep.optimizers]
     if stop and set(names) - set(sweep.alone) and chosen not in ONE_BY_ONE:
         lines.append(f"--stop {stop}: {NEVER_ENDED[0].lower()}{NEVER_ENDED[1:]}")
     return Plan(sweep, tuple(lines))
@@ -263,10 +274,12 @@ def _at_an_end(results: Results, optimizer: str) -> bool:
     return best is not None and len(grid) > 1 and best.lam in (grid[0], grid[-1])
 
 
-def _how(sweep: Sweep, name: str, why: str) -> str:
-    """How an optimizer's lanes are run, in a sentence."""
+def _how(sweep: Sweep, name: str, why: str | None) -> str:
+    """How an optimizer's lanes are run, and why, in a sentence; None: its λ is not swept."""
     lanes = sum(setting.optimizer == name for setting in sweep.settings) * len(sweep.seeds)
-    if name in sweep.alone:
+    if why is None:
+        why = "at its default alone, as it has nothing to tune"
+    elif name in sweep.alone:
         why = "it is run as it is, as the lab has no stacked form of it"
     because = f": {why}" if why else ""
     if sweep.program in ONE_BY_ONE or name in sweep.alone:
