@@ -109,6 +109,14 @@ def test_without_a_gpu_kernels_that_were_asked_for_are_left_alone(training):
     assert torch.equal(plain.train(training)(x), asked.train(training)(x))
 
 
+def test_kernels_are_for_networks_that_have_the_layer_and_where_triton_is(monkeypatch):
+    net = models.build("resnet18", (3, 32, 32), 10, seed=3)
+    assert norm.has_kernels(net)
+    assert not norm.has_kernels(torch.nn.Sequential(torch.nn.BatchNorm2d(3)))
+    monkeypatch.setattr(norm, "find_spec", lambda name: None)
+    assert not norm.has_kernels(net)
+
+
 def test_a_block_adds_its_way_around_before_the_last_relu():
     """As in the paper of the network: relu(bn(conv(relu(bn(conv(x))))) + around(x))."""
     net = models.build("resnet18", (3, 32, 32), 10, seed=3).train()

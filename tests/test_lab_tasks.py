@@ -98,8 +98,9 @@ def test_f11_a_task_that_takes_what_a_sweep_needs_ends_it_in_lines(tmp_path, doe
         ("atexit.register(print, 'bye')", "bye"),
         ("atexit.register(1 .__truediv__, 0); atexit.register(print, 'bye')", "bye"),
         (THREAD, "a thread that the task had started"),
+        ("print('read', flush=True); sys.stderr.close()", "read"),
     ],
-    ids=["registered", "registered, and fails", "thread"],
+    ids=["registered", "registered, and fails", "thread", "a closed stream"],
 )
 def test_who_leaves_does_what_was_registered_and_waits_for_no_thread(before, said):
     code = "import atexit, sys, threading, time; from wngrad.lab.run import leftovers\n"

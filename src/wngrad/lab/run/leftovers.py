@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL
@@ -37,6 +38,7 @@ def leave(status: int, warn: Callable[[str], None]) -> NoReturn:
         warn(f"a thread that the task had started ({left[0]}) was still running: it was left.")
     else:
         atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+            stream.flush()
     os._exit(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -50,8 +51,9 @@ class BatchNorm(nn.BatchNorm2d):
 
 
 def has_kernels(model: nn.Module) -> bool:
-    """Whether there are kernels for some of a network's layers."""
-    return any(isinstance(layer, BatchNorm) for layer in model.modules())
+    """Whether there are kernels for some of a network's layers, and Triton to compile them."""
+    layers = any(isinstance(layer, BatchNorm) for layer in model.modules())
+    return layers and find_spec("triton") is not None
 
 
 def use_kernels(model: nn.Module) -> None:
