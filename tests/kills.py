@@ -32,7 +32,7 @@ import torch._dynamo  # which every fork would load at its first step
 
 import small_lab
 from wngrad.lab.run import files, supervisor, worker
-from wngrad.lab.run.pool import SIGNALS
+from wngrad.lab.run.pool import SIGNALS, Signals
 from wngrad.lab.run.session import Session
 from wngrad.lab.run.store import Store
 from wngrad.lab.run.supervisor import supervise
@@ -123,6 +123,15 @@ class Forked:
             os.kill(self.pid, signal.SIGTERM)
 
 
+class ReadySignals(Signals):
+    """What was held back comes once the supervisor can take it; before, it would end a Python."""
+
+    def __enter__(self) -> Signals:
+        signals = super().__enter__()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        return signals
+
+
 def training(
     out: Path, events: Path, workers: int, kill: tuple[int, str] | None = None
 ) -> Callable[[], int]:
@@ -134,8 +143,8 @@ def training(
             if workers == 1:
                 return worker.main(small_lab.commands(out), told)
             supervisor._Process = ForkedProcess  # type: ignore[misc]
+            supervisor.Signals = ReadySignals  # type: ignore[misc]
             job = small_lab.job(out)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             return supervise(job, lambda event: tell(told, event), workers=workers).status
 
     return work
