@@ -126,10 +126,11 @@ def steps(folder: Path) -> list[list[str]]:
     return [line.split() for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
-def mid_pack(folder: Path, out: Path) -> list[str]:
+def mid_pack(driver: subprocess.Popen[str], folder: Path, out: Path) -> list[str]:
     """The last step of a lane that has a checkpoint and has gone on since."""
 
     def found() -> list[str] | None:
+        assert driver.poll() is None, ended(driver)  # nothing more will come
         if not list(out.glob("checkpoints/*.pt.old")):
             return None
         last = steps(folder)[-1]
@@ -210,7 +211,7 @@ def curves(out: Path) -> dict[str, Any]:
 
 def test_a_worker_killed_mid_pack_loses_nothing(cluster, here, whole):
     driver = started(here, *slow(cluster))
-    pid, _, lam = mid_pack(here, here / "out")
+    pid, _, lam = mid_pack(driver, here, here / "out")
     os.kill(int(pid), signal.SIGKILL)
     status, _, err = ended(driver)
     assert status == 0, err
@@ -221,7 +222,7 @@ def test_a_worker_killed_mid_pack_loses_nothing(cluster, here, whole):
 
 def test_a_node_removed_mid_pack_loses_nothing(cluster, here, whole):
     driver = started(here, *slow(cluster))
-    _, raylet, lam = mid_pack(here, here / "out")
+    _, raylet, lam = mid_pack(driver, here, here / "out")
     nodes = {str(raylet_of(node)): node for node in cluster.worker_nodes}
     cluster.remove_node(nodes[raylet], allow_graceful=False)
     status, _, err = ended(driver)
@@ -243,7 +244,7 @@ def resumed(here: Path, lam: str) -> bool:
 
 def test_a_driver_killed_and_restarted_loses_nothing(cluster, here, whole):
     driver = started(here, *slow(cluster))
-    _, _, lam = mid_pack(here, here / "out")
+    _, _, lam = mid_pack(driver, here, here / "out")
     driver.kill()
     driver.communicate()
     status, _, err = wngrad(here, *slow(cluster))
@@ -255,7 +256,7 @@ def test_a_driver_killed_and_restarted_loses_nothing(cluster, here, whole):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_says_how_to_go_on_and_the_next_run_does(cluster, here, whole, number):
     driver = started(here, *slow(cluster))
-    mid_pack(here, here / "out")
+    mid_pack(driver, here, here / "out")
     driver.send_signal(number)
     status, out, err = ended(driver)
     assert status == 128 + number, err
@@ -281,7 +282,7 @@ def test_ctrl_c_reaches_all_of_a_local_cluster_and_still_saves(here, whole):
     """A terminal sends it to every process of the group."""
     words = slow_locally()
     driver = started(here, *words)
-    mid_pack(here, here / "out")
+    mid_pack(driver, here, here / "out")
     os.killpg(driver.pid, signal.SIGINT)
     status, out, err = ended(driver)
     assert status == 130, err
