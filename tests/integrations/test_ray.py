@@ -233,6 +233,17 @@ def test_a_node_removed_mid_pack_loses_nothing(cluster, here, whole):
     assert resumed(here, lam)
 
 
+def test_a_node_that_has_just_gone_is_left_out(cluster, here, whole):
+    """For some 15 s Ray lists it among the living."""
+    node = cluster.add_node(num_cpus=1)
+    node.kill_raylet()
+    status, _, err = wngrad(here, *slow(cluster))
+    cluster.remove_node(node, allow_graceful=False)
+    assert status == 0, err
+    assert "has gone: it is left out" in err
+    is_whole(here, whole)
+
+
 def raylet_of(node: Any) -> int:
     return int(node.all_processes["raylet"][0].process.pid)
 

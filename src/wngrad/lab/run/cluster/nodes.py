@@ -195,14 +195,17 @@ def probe_all(
             for node in nodes
         }
         ready, late = wait_for(list(tasks), PROBE, check)
-        answers = {tasks[task]: _answer(task, tasks[task]) for task in ready}
+        every = {tasks[task]: _answer(task, tasks[task]) for task in ready}
+        answers = {node: answer for node, answer in every.items() if answer is not None}
     for task in late:
         ray.cancel(task, force=True)
     if not answers:
         raise ValueError(f"no node of the cluster was free within {PROBE:g} s.")
     _agree(answers)
     conditions = next(iter(answers.values()))["conditions"]
-    return conditions, [f"{tasks[t]} is busy: it is looked at with its first pack" for t in late]
+    notes = [f"{node} has gone: it is left out" for node in every.keys() - answers.keys()]
+    notes += [f"{tasks[t]} is busy: it is looked at with its first pack" for t in late]
+    return conditions, notes
 
 
 def wait_for(
@@ -234,11 +237,14 @@ def remote(function: Any, need: Need) -> Any:
     return ray.remote(max_calls=0, max_retries=0, **options)(function)
 
 
-def _answer(task: Any, node: Node) -> dict[str, Any]:
+def _answer(task: Any, node: Node) -> dict[str, Any] | None:
+    """What a node says of itself; None if it has gone: for a while Ray still lists it."""
     import ray
 
     try:
         answer: dict[str, Any] = ray.get(task)
+    except (ray.exceptions.TaskUnschedulableError, ray.exceptions.NodeDiedError):
+        return None
     except ray.exceptions.RayError as error:
         text = " ".join(str(error).split())[:300]
         raise ValueError(f"{node} cannot run wngrad: {text}") from error
