@@ -151,6 +151,5 @@ class Report(ABC):
         if results.cut_short:
             short.append(f"{results.epochs} of {results.sweep.epochs} epochs")
         if results.missing:
-            lanes = len(results.sweep.lanes)
-            short.append(f"{lanes - len(results.missing)} of {lanes} lanes")
+            short.append(f"{results.lanes - len(results.missing)} of {results.lanes} lanes")
         return f" Provisional: {', '.join(short)}." if short else ""

@@ -211,12 +211,16 @@ class Results:
         word, at = self.time
         return f"{word} {at[-1] if at else 0}"
 
+    @property
+    def lanes(self) -> int:
+        """How many there are to be, with a record or without."""
+        return len(self.done) + len(self.failed) + len(self.missing)
+
     def facts(self) -> str:
         """What was run, in a line."""
         sweep = self.sweep
         problem = ", ".join(map(label, dict.fromkeys((sweep.dataset, sweep.model))))
-        every = len(self.done) + len(self.failed) + len(self.missing)
-        lanes = f"{len(self.done)} of {every} lanes"
+        lanes = f"{len(self.done)} of {self.lanes} lanes"
         times = "reports" if self.time[0] != "epoch" else "epochs"
         return f"{problem}; {self._n()}, {self.epochs} {times}, {lanes}"
 
@@ -262,8 +266,7 @@ class Results:
 
     def left_out(self) -> list[str]:
         """What these numbers do not rest on, in sentences."""
-        every = len(self.done) + len(self.failed) + len(self.missing)
-        asked = self.sweep.epochs
+        every, asked = self.lanes, self.sweep.epochs
         out = []
         if self.missing:
             which = few(self._missing())
