@@ -97,10 +97,10 @@ def test_a_mistake_is_one_line_and_exit_code_two(here: Path, words, said: str) -
     assert "Traceback" not in done.stderr
 
 
-def test_list_shows_every_recipe_with_its_claim_and_cost(here: Path) -> None:
+def test_list_shows_every_recipe_with_its_claim_its_cost_and_what_is_reproduced(here: Path) -> None:
     done = wngrad(here, "list")
     assert done.exit_code == 0
-    for text in ("figure-1", "figure-2", "figure-3", "digits", "200 × 30 epochs", "H200"):
+    for text in ("figure-1", "figure-2", "figure-3", "digits", "200 × 30 epochs", "H200", "whole"):
         assert text in done.output
 
 

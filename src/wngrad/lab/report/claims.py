@@ -255,8 +255,8 @@ class MoreRobust(Claim):
         close = _close_calls(cells, best, self.within, reach)
         needed = margin if holds else 1 - margin  # so many λ must change sides to turn it
         text += (
-            f"; {len(cells) - len(several)} of {len(cells)} means are of one seed, {len(close)} "
-            f"of these within {100 * reach:.2g} points (two of the largest sd) of the limit"
+            f"; {len(cells) - len(several)} of {len(cells)} means are of one seed, {len(close)} of "
+            f"these within {100 * reach:.2g} points ({_sds(best)} of the largest sd) of the limit"
         )
         return Verdict(text, holds, cells, cells if len(close) >= needed else several)
 
@@ -347,12 +347,13 @@ def _where(best: Best) -> str:
 
 
 def _reach(several: Sequence[Cell], best: Best) -> float:
-    """How far one more seed may move a mean of one seed from the limit.
+    """How far one more seed may move a mean of one seed from the limit."""
+    return _sds(best) * max(cell.sd or 0.0 for cell in several)
 
-    Two of the largest standard deviations that were seen; twice that if the limit, too, comes from
-    a single seed.
-    """
-    return 2 * max(cell.sd or 0.0 for cell in several) * (2 if best.cell.lanes == 1 else 1)
+
+def _sds(best: Best) -> int:
+    """How many standard deviations: twice as many if the limit, too, comes from a single seed."""
+    return 4 if best.cell.lanes == 1 else 2
 
 
 def _close_calls(cells: Sequence[Cell], best: Best, within: float, reach: float) -> list[Cell]:

@@ -101,6 +101,7 @@ class Sweep:
     curves_at: tuple[float, ...] = ()  # empty: each optimizer at its own best λ
     claims: tuple[Claim, ...] = ()
     cost: str = ""  # measured, with the machine
+    reproduced: str = ""  # how much of it the records under results/ have, and what holds
     task: str = ""
     metric_name: str = ""  # what reports call a task's metric
     pairs: tuple[Setting, ...] = ()  # `optimizers` and `lam` are read from them
