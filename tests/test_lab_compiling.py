@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
+import py_compile
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,6 +66,47 @@ def test_what_is_compiled_is_kept_in_the_users_cache_unless_told_otherwise(monke
     monkeypatch.setenv(compiling.CACHE, "elsewhere")
     compiling.keep_cache()
     assert os.environ[compiling.CACHE] == "elsewhere"
+
+
+def test_bytecode_is_left_where_python_keeps_it(monkeypatch, tmp_path):
+    module = _import_of_torch(monkeypatch, tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert compiling.bytecode_kept() == {}  # Python can write it there
+    py_compile.compile(module)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert compiling.bytecode_kept() == {}  # and has
+
+
+def test_where_python_keeps_no_bytecode_a_worker_does(monkeypatch, tmp_path):
+    module = _import_of_torch(monkeypatch, tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    env = {**os.environ, **compiling.bytecode_kept()}
+    words = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import some",
+    ]
+    subprocess.run(words, env=env, check=True)
+    kept = list((tmp_path / "cache" / "wngrad" / "bytecode").rglob("some.*.pyc"))
+    assert len(kept) == 1
+    assert not (module.parent / "__pycache__").exists()
+
+
+def test_bytecode_is_kept_elsewhere_where_python_may_not_write(monkeypatch, tmp_path):
+    _import_of_torch(monkeypatch, tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    assert "PYTHONPYCACHEPREFIX" in compiling.bytecode_kept()
+
+
+def _import_of_torch(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
+    """A module in a folder, which is taken for torch."""
+    (module := folder / "some.py").write_text("x = 1\n")
+    spec = importlib.util.spec_from_file_location("some", module)
+    monkeypatch.setattr(compiling, "find_spec", {"torch": spec}.get)
+    return module
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
-"""What makes a second start of a compiled program quick: a cache that lasts, and early imports."""
+"""What makes a second start of a compiled program quick: caches that last, and early imports."""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,27 @@ def keep_cache() -> None:
     Its entries are found by the program, the shapes, the device and the versions of torch and
     Triton: a stale one is never used. Where the user has named a folder, that stays.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    os.environ.setdefault(CACHE, str(Path(home) / "wngrad" / "compiled"))
+    os.environ.setdefault(CACHE, str(_home() / "compiled"))
+
+
+def bytecode_kept() -> dict[str, str]:
+    """What a process's environment needs for Python to keep the bytecode of what it imports.
+
+    Nothing, if it does. In many containers it may not write beside torch's files, or is told not to
+    write at all: there an import of torch with its compiler takes three times as long, each time.
+    """
+    spec = find_spec("torch")
+    if spec is None or spec.cached is None or Path(spec.cached).exists():
+        return {}
+    there = next(folder for folder in Path(spec.cached).parents if folder.exists())
+    if not sys.dont_write_bytecode and os.access(there, os.W_OK):
+        return {}
+    return {"PYTHONPYCACHEPREFIX": str(_home() / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
+
+
+def _home() -> Path:
+    """The package's folder in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wngrad"
 
 
 @contextmanager

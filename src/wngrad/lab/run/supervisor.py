@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from wngrad.lab.atomic import write_all
+from wngrad.lab.run.compiling import bytecode_kept
 from wngrad.lab.run.job import Event, Outcome, Tell
 from wngrad.lab.run.job import Job as Job
 from wngrad.lab.run.pool import POLL, SIGNALS, Ended, Pool, Signals, Stopped
@@ -174,7 +175,7 @@ class _Process:
             words,
             stdin=subprocess.DEVNULL,
             pass_fds=(commands, events),
-            env={**os.environ, **seen},
+            env={**os.environ, **bytecode_kept(), **seen},
         )
 
     def write(self, command: Any) -> None:
