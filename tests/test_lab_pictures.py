@@ -140,13 +140,31 @@ def test_what_single_seeds_near_the_limit_could_turn_is_a_look():
 
     far = ROBUST.measure(Results(UNEVEN, records(UNEVEN, final=near(0.9))))
     assert (far.verdict, far.look) == ("holds", False)
-    assert "6 of 8 means are of one seed, 0 of these within 4 points (4 of the" in far.measured
+    assert "6 of 8 means are of one seed, 0 of these so close" in far.measured
+    assert far.measured.endswith("(within 4 points, 4 of the largest sd)")
     sweep = replace(UNEVEN, lam=(1.0, 10.0))
     results = Results(sweep, records(sweep, final=near(0.26)))
     assert ROBUST.measure(results).verdict == "holds"  # 2 to 0: one of them cannot turn it
     close = replace(ROBUST, within=0.32)  # λ = 1 is usable now: 2 to 1
     results = Results(sweep, records(sweep, final=near(0.53)))
     assert close.measure(results).verdict == "a look (n = 1): yes"
+
+
+def test_single_seeds_that_could_only_speak_for_a_claim_do_not_make_it_a_look():
+    """The limit is 0.75: WNGrad is usable at λ = 1 and 10, SGD at 1, and WNGrad at 0.1 nearly."""
+    losses = {("wngrad", 0.1): 0.26, ("sgd", 0.1): 0.9, ("sgd", 10.0): 0.9}
+    sweep = replace(UNEVEN, lam=(0.1, 1.0, 10.0))
+
+    def final(lane: Lane) -> float:
+        return losses.get((lane.optimizer, lane.lam), 0.2 + 0.01 * lane.seed)
+
+    results = Results(sweep, records(sweep, final=final))
+    assert ROBUST.measure(results).verdict == "holds"
+    losses["sgd", 0.1] = 0.26
+    results = Results(sweep, records(sweep, final=final))
+    assert ROBUST.measure(results).verdict == "a look (n = 1): yes"
+    turned = replace(ROBUST, robust="sgd", fragile="wngrad")
+    assert turned.measure(results).verdict == "does not hold"  # 1 to 2, and it takes two to turn it
 
 
 @pytest.mark.parametrize(

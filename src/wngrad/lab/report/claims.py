@@ -238,27 +238,36 @@ class MoreRobust(Claim):
     within: float = 0.05
 
     def judge(self, results: Results) -> Verdict:
-        cells, texts, counts = [], [], []
-        for name in (self.robust, self.fragile):
-            cells += [_cell(results, name, lam, ACCURACY) for lam in results.sweep.lam]
-            lams = results.usable(name, self.within)
-            where = f" ({', '.join(map(lam_text, sorted(lams)))})" if lams else ""
-            texts.append(f"{label(name)} at {len(lams)} of {len(results.sweep.lam)} λ{where}")
-            counts.append(len(lams))
+        lams, names = results.sweep.lam, (self.robust, self.fragile)
+        cells = {(name, lam): _cell(results, name, lam, ACCURACY) for name in names for lam in lams}
+        usable = {name: results.usable(name, self.within) for name in names}
         best = _best_of_all(results)
-        text = f"{', '.join(texts)}; the best is {best.cell}, {_where(best)}"
-        holds, margin = counts[0] > counts[1], counts[0] - counts[1]
-        several = [cell for cell in cells if cell.lanes > 1]
-        if not several or len(several) == len(cells):
-            return Verdict(text, holds, cells)
+        counts = ", ".join(
+            f"{label(name)} at {len(good)} of {len(lams)} λ"
+            + (f" ({', '.join(map(lam_text, sorted(good)))})" if good else "")
+            for name, good in usable.items()
+        )
+        text = f"{counts}; the best is {best.cell}, {_where(best)}"
+        margin = len(usable[self.robust]) - len(usable[self.fragile])
+        holds, every = margin > 0, list(cells.values())
+        several = [cell for cell in every if cell.lanes > 1]
+        if not several or len(several) == len(every):
+            return Verdict(text, holds, every)
         reach = _reach(several, best)
-        close = _close_calls(cells, best, self.within, reach)
+        turning = [  # what another seed might put on the other side of the limit, against this
+            cell
+            for (name, lam), cell in cells.items()
+            if cell.lanes == 1
+            and _close_to_limit(cell, best, self.within, reach)
+            and (lam in usable[name]) == ((name == self.robust) == holds)
+        ]
         needed = margin if holds else 1 - margin  # so many λ must change sides to turn it
         text += (
-            f"; {len(cells) - len(several)} of {len(cells)} means are of one seed, {len(close)} of "
-            f"these within {100 * reach:.2g} points ({_sds(best)} of the largest sd) of the limit"
+            f"; {len(every) - len(several)} of {len(every)} means are of one seed, {len(turning)} "
+            "of these so close to the limit that another could turn them against it (within "
+            f"{100 * reach:.2g} points, {_sds(best)} of the largest sd)"
         )
-        return Verdict(text, holds, cells, cells if len(close) >= needed else several)
+        return Verdict(text, holds, every, every if len(turning) >= needed else several)
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,13 +365,8 @@ def _sds(best: Best) -> int:
     return 4 if best.cell.lanes == 1 else 2
 
 
-def _close_calls(cells: Sequence[Cell], best: Best, within: float, reach: float) -> list[Cell]:
-    """The means of one seed that another seed might put on the other side of the limit."""
-    alone = (cell for cell in cells if cell.lanes == 1)
-    return [cell for cell in alone if _close_to_limit(cell, best, within, reach)]
-
-
 def _close_to_limit(cell: Cell, best: Best, within: float, reach: float) -> bool:
+    """Whether other seeds might put a mean on the other side of the limit."""
     limit = -math.inf if best.cell.mean is None else best.cell.mean - within
     return cell.mean is None or abs(cell.mean - limit) <= reach
 
