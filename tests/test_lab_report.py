@@ -73,8 +73,8 @@ def test_mean_and_spread_are_those_of_the_hand():
 
 
 def test_the_spread_of_one_seed_is_a_dash():
-    assert str(Cell.of("test_loss", [0.25])) == "0.250 ± – (n = 1)"
-    assert str(Cell.of("test_accuracy", [0.25])) == "25.00 ± – % (n = 1)"
+    assert str(Cell.of("test_loss", [0.25])) == "0.250 (n = 1)"
+    assert str(Cell.of("test_accuracy", [0.25])) == "25.00 % (n = 1)"
 
 
 def test_a_mean_says_how_many_seeds_diverged():

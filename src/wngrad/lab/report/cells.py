@@ -87,7 +87,7 @@ class Cell:
     @property
     def brief(self) -> str:
         """Without its spread, for where that of a difference says more."""
-        return self._text(lambda mean: amount(self.metric, mean, None).replace(" ± –", ""))
+        return self._text(lambda mean: amount(self.metric, mean, None))
 
     def _text(self, write: Callable[[float], str]) -> str:
         if not self.lanes:
@@ -99,11 +99,11 @@ class Cell:
 
 
 def amount(metric: Metric, value: float, spread: float | None) -> str:
-    """`0.0123 ± 0.0004`, or `71.20 ± 0.35 %`; the spread of a single value is a dash."""
+    """`0.0123 ± 0.0004`, or `71.20 ± 0.35 %`; a single value has no spread."""
     if in_percent(metric):
-        return f"{100 * value:.2f} ± {'–' if spread is None else f'{100 * spread:.2f}'} %"
+        return f"{100 * value:.2f} {'' if spread is None else f'± {100 * spread:.2f} '}%"
     three_digits = f"{value:#.3g}".rstrip(".")  # zeros at the end too
-    return f"{three_digits} ± {'–' if spread is None else f'{spread:.2g}'}"
+    return f"{three_digits}{'' if spread is None else f' ± {spread:.2g}'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Lead:
         if math.isinf(self.by):
             return f"{side}, by divergence"
         by = amount(self.metric, abs(self.by), self.error)
-        return f"{side} by {by} (standard error){self.noise}"
+        return f"{side} by {by} ({'n = 1' if self.error is None else 'standard error'}){self.noise}"
 
 
 def lead(first: Cell, second: Cell) -> Lead:
