@@ -82,28 +82,38 @@ def test_where_python_keeps_no_bytecode_a_worker_does(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    env = {**os.environ, **compiling.bytecode_kept()}
-    words = [
-        sys.executable,
-        "-c",
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import some",
-    ]
-    subprocess.run(words, env=env, check=True)
-    kept = list((tmp_path / "cache" / "wngrad" / "bytecode").rglob("some.*.pyc"))
-    assert len(kept) == 1
+
+    def imported() -> str:
+        words = [sys.executable, "-c", "import some; print(some.x)"]
+        env = {**os.environ, **compiling.bytecode_kept(), "PYTHONPATH": str(module.parents[1])}
+        return subprocess.check_output(words, env=env, text=True)
+
+    assert imported() == "1\n"
+    kept = (tmp_path / "cache" / "wngrad" / "bytecode").rglob("some/__init__.*.pyc")
+    assert len(list(kept)) == 1
     assert not (module.parent / "__pycache__").exists()
+
+    # Of the same size and time, so Python would take the old bytecode; but installed anew
+    times = (module.stat().st_atime_ns, module.stat().st_mtime_ns)
+    module.write_text("x = 2\n")
+    os.utime(module, ns=times)
+    assert imported() == "1\n"
+    (module.parents[1] / "other").mkdir()
+    assert imported() == "2\n"
 
 
 def test_bytecode_is_kept_elsewhere_where_python_may_not_write(monkeypatch, tmp_path):
     _import_of_torch(monkeypatch, tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert "PYTHONPYCACHEPREFIX" in compiling.bytecode_kept()
 
 
 def _import_of_torch(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
-    """A module in a folder, which is taken for torch."""
-    (module := folder / "some.py").write_text("x = 1\n")
+    """A package in a folder, which is taken for torch."""
+    module = folder / "installed" / "some" / "__init__.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("x = 1\n")
     spec = importlib.util.spec_from_file_location("some", module)
     monkeypatch.setattr(compiling, "find_spec", {"torch": spec}.get)
     return module

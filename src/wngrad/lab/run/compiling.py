@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import wngrad
 from wngrad.lab.train.spec import ONE_BY_ONE, Sweep
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -30,14 +31,22 @@ def bytecode_kept() -> dict[str, str]:
 
     Nothing, if it does. In many containers it may not write beside torch's files, or is told not to
     write at all: there an import of torch with its compiler takes three times as long, each time.
+
+    Python trusts bytecode if its source has the time and size of before. In an image all files may
+    have one time, so what was installed at another moment has a folder of its own.
     """
     spec = find_spec("torch")
-    if spec is None or spec.cached is None or Path(spec.cached).exists():
+    if spec is None or not spec.origin or not spec.cached or Path(spec.cached).exists():
         return {}
     there = next(folder for folder in Path(spec.cached).parents if folder.exists())
     if not sys.dont_write_bytecode and os.access(there, os.W_OK):
         return {}
-    return {"PYTHONPYCACHEPREFIX": str(_home() / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
+    installed = (Path(spec.origin).parents[1], Path(wngrad.__file__).parent)
+    moment = "-".join(f"{folder.stat().st_ctime_ns:x}" for folder in installed)
+    return {
+        "PYTHONPYCACHEPREFIX": str(_home() / "bytecode" / moment),
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
 
 
 def _home() -> Path:
