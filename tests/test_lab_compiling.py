@@ -69,7 +69,7 @@ def test_what_is_compiled_is_kept_in_the_users_cache_unless_told_otherwise(monke
 
 
 def test_bytecode_is_left_where_python_keeps_it(monkeypatch, tmp_path):
-    module = _import_of_torch(monkeypatch, tmp_path)
+    module = _in_place_of_torch(monkeypatch, tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     assert compiling.bytecode_kept() == {}  # Python can write it there
     py_compile.compile(module)
@@ -78,7 +78,7 @@ def test_bytecode_is_left_where_python_keeps_it(monkeypatch, tmp_path):
 
 
 def test_where_python_keeps_no_bytecode_a_worker_does(monkeypatch, tmp_path):
-    module = _import_of_torch(monkeypatch, tmp_path)
+    module = _in_place_of_torch(monkeypatch, tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -103,13 +103,13 @@ def test_where_python_keeps_no_bytecode_a_worker_does(monkeypatch, tmp_path):
 
 
 def test_bytecode_is_kept_elsewhere_where_python_may_not_write(monkeypatch, tmp_path):
-    _import_of_torch(monkeypatch, tmp_path)
+    _in_place_of_torch(monkeypatch, tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert "PYTHONPYCACHEPREFIX" in compiling.bytecode_kept()
 
 
-def _import_of_torch(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
+def _in_place_of_torch(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
     """A package in a folder, which is taken for torch."""
     module = folder / "installed" / "some" / "__init__.py"
     module.parent.mkdir(parents=True)
