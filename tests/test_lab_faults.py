@@ -291,6 +291,20 @@ def test_f9_a_folder_that_lost_its_plan_still_knows_what_it_is_of(tmp_path):
     refused(tmp_path, "lam", replace(ONE, lam=(0.01, 0.2)))
 
 
+def test_f9_records_without_a_plan_are_not_trained_again_beside_new_ones(tmp_path):
+    whole = replace(SWEEP, lanes_per_pack=len(SWEEP.lanes))
+    visit(tmp_path, replace(whole, seeds=(0,)))
+    (tmp_path / "sweep.json").unlink()
+    shutil.rmtree(tmp_path / "checkpoints")
+    before = snapshot(tmp_path / "records")
+    events = visit(tmp_path, whole)
+    assert {each["pack"] for each in events if each["kind"] == "progress"} == {"pack-0002"}
+    assert [pack.seeds for pack in Store(tmp_path).cut()] == [(0,), (1,)]
+    after = snapshot(tmp_path / "records")
+    assert len(after) == len(whole.lanes)
+    assert {path: after[path] for path in before} == before
+
+
 @pytest.mark.parametrize("half", [False, True])
 def test_f9_more_epochs_go_on_and_equal_a_run_that_was_longer_from_the_start(tmp_path, half):
     longer = replace(SWEEP, epochs=5)

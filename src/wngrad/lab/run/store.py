@@ -79,7 +79,11 @@ class Store:
                 "its sweep. Nothing was changed: choose another folder with --out."
             )
         have = {lane for pack in planned for lane in pack.lanes}
-        return known, planned, sweep.cut_lanes(have, first=len(planned) + 1)
+        # Without a plan there may be records: in packs of their own, they are not trained again.
+        done = set() if plan else {r.lane for r in self.records() if r.status == "done"}
+        there = sweep.cut_lanes(set(sweep.lanes) - done)
+        new = sweep.cut_lanes(have | done, first=len(planned) + len(there) + 1)
+        return known, planned, there + new
 
     def missing(self, pack: Pack, settings: dict[str, Any], epochs: int) -> list[Lane]:
         """The lanes of a pack that have no record of so many epochs under these settings."""
