@@ -70,19 +70,26 @@ FIGURE_2 = Sweep(
     ),
 )
 
-_WITH_MOMENTUM = ("sgd-momentum", "wngrad-momentum", "adam", "wnadam")
+# λ = 10, which the paper names; the best of one seed, which sets what is usable (within 5 points of
+# it); and settings that one seed put within 2 points of this limit, on either side.
+_FIGURE_3_REPEATED = {
+    "sgd-momentum": (10.0, 0.75, 0.5, 0.05, 0.001),
+    "wngrad-momentum": (10.0, 5.0, 1.0),
+    "adam": (10.0, 0.1, 0.05, 0.01, 0.0001),
+    "wnadam": (10.0,),
+}
 FIGURE_3 = Sweep(
     name="figure-3",
-    cost="49 min on an H200",
-    reproduced="whole: 1 of 5 claims holds, 4 at one seed only",
+    cost="64 min on an H200",
+    reproduced="whole: 3 of 5 claims hold, 2 at one seed only",
     claim="With momentum, WNGrad and WN-Adam are more robust to λ than SGD and Adam.",
     dataset="cifar10",
     model="resnet18",
-    optimizers=_WITH_MOMENTUM,
+    optimizers=tuple(_FIGURE_3_REPEATED),
     lam=(10.0, 5.0, 2.0, *FIGURE_2.lam),
     epochs=60,
     seeds=tuple(range(3)),
-    repeat=tuple(Setting(name, 10.0) for name in _WITH_MOMENTUM),  # the λ that the paper names
+    repeat=tuple(Setting(name, lam) for name, lams in _FIGURE_3_REPEATED.items() for lam in lams),
     program="branches",
     lanes_per_pack=4,  # as fast as more, and done in three minutes
     precision="bfloat16",

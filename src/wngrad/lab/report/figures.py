@@ -235,7 +235,7 @@ def _footnote(report: Report) -> list[str]:
     made = ", ".join(f"{key} {value}" for key, value in provenance.items())
     facts = f"{results.facts()}. Mean over the seeds; bars: one standard deviation, none for n = 1."
     lines = [facts, report.marks(), f"{made}." if made else "", *report.remarks()]
-    return [part for line in lines for part in textwrap.wrap(line, 185)]
+    return [part for line in lines for part in textwrap.wrap(line, 170)]
 
 
 def _handles(results: Results) -> list[Any]:

@@ -275,7 +275,7 @@ class Results:
             out.append(f"{len(self.failed)} of {every} lanes failed: {few(self._failures())}.")
         out += self._undefined()
         if self.foreign:
-            out.append(f"{self.foreign} records are of lanes that this sweep does not have.")
+            out.append(f"Records of lanes that this sweep does not have, not used: {self.foreign}.")
         if self.cut_short:
             out.append(
                 f"All numbers are at epoch {self.epochs}, the last that every lane reached; the "
