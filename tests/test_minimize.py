@@ -236,15 +236,17 @@ def test_progress_is_a_line_now_and_then(capsys, monkeypatch):
 def test_nothing_grows_with_the_steps_unless_a_trace_is_asked_for():
     import tracemalloc
 
-    def peak(steps):
+    def peak(steps, **options):
         tracemalloc.start()
-        bowl(tol=0.0, max_steps=steps)
+        slope = minimize(np.sum, np.zeros(3), jac=np.ones_like, max_steps=steps, **options)
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()
+        assert slope.nit == steps  # it never ends by itself
         return most
 
-    peak(10)
-    assert peak(4000) < peak(10) + 2_000
+    few = peak(10)
+    assert peak(20_000) < few + 20_000  # a byte a step: to keep anything takes eight, or more
+    assert peak(20_000, trace=True) > few + 160_000
     assert bowl(max_steps=3).trace is None
 
 
