@@ -9,7 +9,7 @@ from wngrad.lab.train.spec import Setting, Sweep
 # fmt: off
 FIGURE_1 = Sweep(
     name="figure-1",
-    cost="7 s on an H200, and 13 to 20 s to start",
+    cost="7 s on an H200, and 8 s to start (27 s at first)",
     reproduced="whole: 5 of 5 claims hold",
     claim="WNGrad's loss is flat in λ where SGD's is not.",
     dataset="mnist",

@@ -68,7 +68,9 @@ class Store:
     ) -> tuple[dict[str, Any], list[Pack], list[Pack]]:
         wanted = {**sweep.identity(), **conditions}
         plan, planned = self._manifest()
-        known = plan or {"settings": self._recorded() or wanted}
+        # A folder that has lost its plan: its records say what they are of.
+        records = [] if plan else self.records()
+        known = plan or {"settings": next((r.settings for r in records), None) or wanted}
         if known["settings"] != wanted:
             raise Mismatch(self._differences(known["settings"], wanted))
         strange = {s for pack in planned for s in pack.settings} - set(sweep.settings)
@@ -79,8 +81,8 @@ class Store:
                 "its sweep. Nothing was changed: choose another folder with --out."
             )
         have = {lane for pack in planned for lane in pack.lanes}
-        # Without a plan there may be records: in packs of their own, they are not trained again.
-        done = set() if plan else {r.lane for r in self.records() if r.status == "done"}
+        # In packs of their own, lanes with such records are not trained again beside new ones.
+        done = {r.lane for r in records if r.status == "done"}
         there = sweep.cut_lanes(set(sweep.lanes) - done)
         new = sweep.cut_lanes(have | done, first=len(planned) + len(there) + 1)
         return known, planned, there + new
@@ -228,10 +230,6 @@ class Store:
                 "writes to its own folder alone."
             )
         self.place.make(self.folder / name)
-
-    def _recorded(self) -> dict[str, Any] | None:
-        """The settings the records speak of, for a folder that has lost its `sweep.json`."""
-        return next((record.settings for record in self.records()), None)
 
     def _readable(self, path: Path) -> bool:
         """Whether `path` may become the fallback: a damaged file must not push out a good one."""
