@@ -5,6 +5,8 @@
 On CPUs here, with gloo; on GPUs take `nccl`, and move model and data to the rank's device.
 """
 
+import time
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -38,6 +40,7 @@ def main() -> None:
             print(f"step {step}: loss {mean.item():.3f}", flush=True)
     dist.barrier()  # nobody leaves while another still listens
     dist.destroy_process_group()
+    time.sleep(0.1)  # gloo's threads need Python to let go of the last tensors, or they abort
 
 
 if __name__ == "__main__":
