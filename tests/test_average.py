@@ -92,6 +92,8 @@ def test_no_step_and_no_second_entry_within():
             opt.step()
         with pytest.raises(RuntimeError, match="must not be entered twice"), opt.averaged():
             pass
+        with pytest.raises(RuntimeError, match="`load_average` must not be called within"):
+            opt.load_average()
     opt.step()
 
 
@@ -163,6 +165,121 @@ def test_statistics_of_batch_normalization_are_found_again_and_put_back():
     assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
 
 
+def test_a_batch_that_raises_leaves_batch_normalization_as_it_was():
+    model = normalized()
+    model.append(nn.BatchNorm1d(4, track_running_stats=False))
+    opt = WNMuon(model)
+    for x in batches(2):
+        opt.zero_grad()
+        model(x).square().sum().backward()
+        opt.step()
+    before = copy.deepcopy(model.state_dict())
+    model.eval()
+    with pytest.raises(RuntimeError), opt.averaged(model, batches=[*batches(1), torch.ones(1, 5)]):
+        raise AssertionError
+    assert (model[1].momentum, model[4].momentum) == (0.1, 0.1)
+    assert not any(module.training for module in model.modules())
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+
+
+def test_a_frozen_batch_normalization_stays_frozen():
+    model = normalized()
+    opt = WNMuon(model)
+    model(batches(1)[0]).square().sum().backward()
+    opt.step()
+    model.train()
+    model[1].eval()
+    mean = model[1].running_mean.clone()
+    with opt.averaged(model, batches=batches()):
+        assert torch.equal(model[1].running_mean, mean)
+    assert model.training
+    assert not model[1].training
+
+
+@pytest.mark.parametrize("batches", [[], iter([])])
+def test_no_batch_at_all_is_an_error_and_changes_nothing(batches):
+    model = normalized()
+    opt = WNMuon(model)
+    model(torch.randn(4, 2, 4, 4)).square().sum().backward()
+    opt.step()
+    before = copy.deepcopy(model.state_dict())
+    with (
+        pytest.raises(ValueError, match=r"averaged: `batches` must hold some batches"),
+        opt.averaged(model, batches=batches),
+    ):
+        raise AssertionError
+    with pytest.raises(ValueError, match=r"load_average: `batches` must hold some batches"):
+        opt.load_average(model, batches=batches)
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+
+
+def test_autocast_sees_the_average_within_and_the_weights_after():
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 4), torch.randn(3, 6)
+    opt = WNMuon(model)
+    for _ in range(4):
+        opt.zero_grad()
+        model(x).square().sum().backward()
+        opt.step()
+
+    def fresh():
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).detach()
+
+    weights = fresh()
+    with opt.averaged():
+        means = fresh()
+    assert not torch.equal(means, weights)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)  # autocast keeps the weights in bfloat16 until its block ends
+        with opt.averaged():
+            assert torch.equal(model(x), means)
+        assert torch.equal(model(x), weights)
+
+
+def test_an_average_that_is_kept_no_more_is_not_used():
+    model = network()
+    opt = WNMuon(model)
+    train(model, opt, 2)
+    for group in opt.param_groups:
+        group["average"] = None
+    train(model, opt, 2)
+    own = copy.deepcopy(model.state_dict())
+    with opt.averaged():
+        assert all(torch.equal(model.state_dict()[name], own[name]) for name in own)
+
+
+def test_a_state_dict_holds_copies_and_belongs_to_this_model():
+    model = normalized()
+    opt = WNMuon(model)
+    model(batches(1)[0]).square().sum().backward()
+    opt.step()
+    saved = opt.average_state_dict(model, batches=batches())
+    assert not {t.data_ptr() for t in saved.values()} & {
+        t.data_ptr() for t in model.state_dict().values()
+    }
+    with pytest.raises(ValueError, match="`model` must have parameters of this optimizer"):
+        opt.average_state_dict(network())
+
+
+def test_saved_and_loaded_averages_have_statistics_of_their_own():
+    model = normalized()
+    opt = WNMuon(model)
+    for x in batches(6):
+        opt.zero_grad()
+        model(x).square().sum().backward()
+        opt.step()
+    before = copy.deepcopy(model.state_dict())
+    with opt.averaged(model, batches=batches()):
+        expected = copy.deepcopy(model.state_dict())
+    saved = opt.average_state_dict(model, batches=batches())
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+    opt.load_average(model, batches=batches())
+    for name, value in expected.items():
+        assert torch.equal(saved[name], value)
+        assert torch.equal(model.state_dict()[name], value)
+
+
 def test_stale_statistics_are_refused():
     model = normalized()
     with (
@@ -175,6 +292,9 @@ def test_stale_statistics_are_refused():
         WNMuon(model).averaged(batches=batches()),
     ):
         pass
+    for name in ("load_average", "average_state_dict"):
+        with pytest.raises(ValueError, match=rf"WNMuon.{name}: `batches` must be given"):
+            getattr(WNMuon(model), name)(model)
     assert WNMuon(network())  # without such layers no batches are needed
     with WNMuon(network()).averaged(network()):
         pass

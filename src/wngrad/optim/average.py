@@ -10,7 +10,7 @@ how it gets into the model, and out of it again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -50,28 +50,38 @@ def polynomial_average(eta: float = 8.0) -> Callable[[Tensor, Tensor, Any], Tens
 
 
 def averages(opt: Optimizer) -> dict[Tensor, Tensor]:
-    """The average of every parameter that has one."""
-    params = [p for group in opt.param_groups for p in group["params"]]
+    """The average of every parameter that has one; one that is kept no more counts for none."""
+    groups = [group for group in opt.param_groups if group.get(AVERAGE) is not None]
+    params = [p for group in groups for p in group["params"]]
     return {p: opt.state[p][AVERAGE] for p in params if AVERAGE in opt.state.get(p, {})}
 
 
-@torch.no_grad()
-def load(opt: Optimizer) -> None:
-    """Copy every average into its parameter."""
-    for p, mean in averages(opt).items():
-        p.copy_(mean)
+def load(
+    opt: Optimizer, owner: str, model: nn.Module | None, batches: Iterable[Any] | None
+) -> None:
+    """Copy every average into its parameter, and find the statistics of batch normalization."""
+    _check(owner, model, batches)
+    with nullcontext() if batches is None else _restored(_changed(opt, model), always=False):
+        _load(opt, owner, model, batches)
 
 
-def state_dict(opt: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """`model.state_dict()` with the averages in place of the parameters."""
+def state_dict(
+    opt: Optimizer, owner: str, model: nn.Module, batches: Iterable[Any] | None
+) -> dict[str, Any]:
+    """Copies of what is in `model.state_dict()`, the averages in place of the parameters."""
     means = averages(opt)
+    if means and not any(p in means for p in model.parameters()):
+        raise ValueError(f"{owner}: `model` must have parameters of this optimizer, and has none.")
+    if batches is not None:
+        with swapped(opt, owner, model, batches):
+            return {name: _copied(value) for name, value in model.state_dict().items()}
+    _check(owner, model, batches)
     named = {
         name: means[p] for name, p in model.named_parameters(remove_duplicate=False) if p in means
     }
-    whole = model.state_dict()
     return {
-        name: named[name].detach().to(value.dtype, copy=True) if name in named else value
-        for name, value in whole.items()
+        name: named[name].detach().to(value.dtype, copy=True) if name in named else _copied(value)
+        for name, value in model.state_dict().items()
     }
 
 
@@ -80,9 +90,47 @@ def swapped(
     opt: Optimizer, owner: str, model: nn.Module | None, batches: Iterable[Any] | None
 ) -> Iterator[None]:
     """The averages in the model, and everything put back as it was, bit for bit."""
-    norms = [] if model is None else [m for m in model.modules() if isinstance(m, _BatchNorm)]
-    norms = [m for m in norms if m.track_running_stats]
-    if norms and batches is None:
+    _check(owner, model, batches)
+    with _restored(_changed(opt, model)):
+        _load(opt, owner, model, batches)
+        yield
+
+
+def _changed(opt: Optimizer, model: nn.Module | None) -> list[Tensor]:
+    """What putting the averages in place changes: training mode may change any buffer."""
+    return [*averages(opt), *(() if model is None else model.buffers())]
+
+
+@contextmanager
+def _restored(tensors: list[Tensor], always: bool = True) -> Iterator[None]:
+    """Puts tensors back as they were, bit for bit; if not `always`, only if something is raised."""
+    with torch.no_grad():
+        before = [t.detach().clone() for t in tensors]
+    restore = True
+    try:
+        yield
+        restore = always
+    finally:
+        if restore:
+            with torch.no_grad():
+                for t, value in zip(tensors, before, strict=True):
+                    t.copy_(value)
+            torch.clear_autocast_cache()  # It may hold what was there meanwhile.
+
+
+def _load(
+    opt: Optimizer, owner: str, model: nn.Module | None, batches: Iterable[Any] | None
+) -> None:
+    with torch.no_grad():
+        for p, mean in averages(opt).items():
+            p.copy_(mean)
+    torch.clear_autocast_cache()  # It may hold the weights from before.
+    if batches is not None and model is not None:
+        _update_statistics(owner, model, batches)
+
+
+def _check(owner: str, model: nn.Module | None, batches: Iterable[Any] | None) -> None:
+    if batches is None and _with_statistics(model):
         raise ValueError(
             f"{owner}: `batches` must be given for a model with batch normalization, whose "
             f"statistics belong to the weights that training reads, got None; some batches of "
@@ -90,19 +138,48 @@ def swapped(
         )
     if batches is not None and model is None:
         raise ValueError(f"{owner}: `model` must be given with `batches`, got None.")
-    buffers = [buffer for norm in norms for buffer in norm.buffers()]
-    with torch.no_grad():
-        before = [(t, t.detach().clone()) for t in (*averages(opt), *buffers)]
+
+
+def _with_statistics(model: nn.Module | None) -> list[_BatchNorm]:
+    norms = [] if model is None else [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    return [norm for norm in norms if norm.track_running_stats]
+
+
+def _update_statistics(owner: str, model: nn.Module, batches: Iterable[Any]) -> None:
+    """The statistics of batch normalization over some batches, as torch's `update_bn` finds them.
+
+    Unlike that, it leaves every layer in the mode it was in, also if a batch raises, and the
+    statistics of layers that are held in evaluation mode while the rest trains.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    norms = [m for m in _with_statistics(model) if m.training or not model.training]
+    held = [m for m in model.modules() if model.training and not m.training]
+    momenta = [norm.momentum for norm in norms]
+    device = next((p.device for p in model.parameters()), None)
+    count = 0
     try:
-        load(opt)
-        if batches is not None and model is not None:
-            torch.optim.swa_utils.update_bn(batches, model, _device(model))
-        yield
-    finally:
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # the plain mean over all batches
+        model.train()
+        for module in held:
+            module.training = False
         with torch.no_grad():
-            for t, value in before:
-                t.copy_(value)
+            for batch in batches:
+                x = batch[0] if isinstance(batch, (list, tuple)) else batch
+                model(x if device is None else x.to(device))
+                count += 1
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        for module, training in modes:
+            module.training = training
+    if not count:
+        raise ValueError(
+            f"{owner}: `batches` must hold some batches, and held none: an iterator can be used "
+            f"once, a DataLoader or a list again."
+        )
 
 
-def _device(model: nn.Module) -> torch.device | None:
-    return next((p.device for p in model.parameters()), None)
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -345,8 +345,8 @@ class BlockOptimizer(Optimizer):
         raised. No step can be taken meanwhile. Parameters without an average stay as they are.
 
         Args:
-            model: to have the statistics of its batch normalization found again, since they belong
-                to the weights that training reads; they are put back, too.
+            model: one with batch normalization, whose statistics belong to the weights that
+                training reads; they are computed for the averages, and put back, too.
             batches: for that, some batches of training data, as `model` takes them (or tuples that
                 start with that), which are run through it once.
         """
@@ -359,13 +359,32 @@ class BlockOptimizer(Optimizer):
             finally:
                 self._swapped = False
 
-    def load_average(self) -> None:
-        """Copy the average into the parameters, for good: the end of training."""
-        average.load(self)
+    def load_average(
+        self, model: nn.Module | None = None, *, batches: Iterable[Any] | None = None
+    ) -> None:
+        """Copy the average into the parameters, for good: the end of training.
 
-    def average_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """`model.state_dict()` with copies of the averages in place of the parameters."""
-        return average.state_dict(self, model)
+        Args:
+            model: as in `averaged`; the statistics of its batch normalization are computed.
+            batches: as in `averaged`.
+        """
+        if self._swapped:
+            raise RuntimeError(
+                f"{self._owner}: `load_average` must not be called within `averaged`, which puts "
+                f"the weights back."
+            )
+        average.load(self, f"{self._owner}.load_average", model, batches)
+
+    def average_state_dict(
+        self, model: nn.Module, *, batches: Iterable[Any] | None = None
+    ) -> dict[str, Any]:
+        """`model.state_dict()` with copies of the averages in place of the parameters.
+
+        Args:
+            model: whose parameters these are.
+            batches: as in `averaged`, if `model` has batch normalization.
+        """
+        return average.state_dict(self, f"{self._owner}.average_state_dict", model, batches)
 
     # ------------------------------------------------------------ see what it does
 
