@@ -83,6 +83,66 @@ def equal(a, b) -> bool:
     return same(a[0], b[0]) and same_state(a[1], b[1])
 
 
+# -------------------------------------------------------------------- edited groups
+
+
+def two_groups(rates=(0.5, 0.1)):
+    """Two layers in groups of their own, with λ of their own."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    groups = [{"params": [layer.weight], "lr": lr} for layer, lr in zip(model, rates, strict=True)]
+    return model, WNGrad(groups, per="tensor")
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_a_group_that_is_removed_is_left_alone_and_the_others_keep_their_rates(single):
+    def one_step(released):
+        torch.manual_seed(0)
+        model, opt = two_groups()
+        with step_in_backward(opt) if released and not single else nullcontext():
+            for _ in range(2):
+                opt.zero_grad()
+                model(torch.ones(1, 3)).square().sum().backward()
+                if released and single:
+                    for group in opt.param_groups:
+                        opt.step_parameter(group["params"][0], group, 0)
+                elif not released:
+                    opt.step()
+                opt.param_groups[:] = opt.param_groups[-1:]
+        return model
+
+    assert same(one_step(False), one_step(True))
+
+
+def test_a_parameter_that_takes_another_s_place_is_stepped_in_its_stead():
+    model, opt = two_groups()
+    group, new = opt.param_groups[0], nn.Parameter(torch.ones(4, 3))
+    old = group["params"][0]
+    for p in (old, new):
+        p.grad = torch.ones_like(p)
+    opt.step_parameter(old, group, 0)
+    before = old.detach().clone()
+    group["params"][0] = new
+    opt.step_parameter(new, group, 0)
+    assert torch.equal(old, before)
+    assert not torch.equal(new, torch.ones_like(new))
+
+
+def test_no_step_is_taken_inside_backward_within_averaged():
+    model = nn.Linear(3, 2)
+    opt = WNMuon(model)
+    with step_in_backward(opt):
+        model(torch.ones(1, 3)).sum().backward()
+        before = copy.deepcopy(opt.state_dict())
+        with opt.averaged(), pytest.raises(RuntimeError, match="must not be taken within"):
+            model(torch.ones(1, 3)).sum().backward()
+        assert all(
+            torch.equal(value, before["state"][i][key])
+            for i, state in opt.state_dict()["state"].items()
+            for key, value in state.items()
+        )
+        model(torch.ones(1, 3)).sum().backward()  # and afterwards steps are taken again
+
+
 # -------------------------------------------------------------------- the ordinary loop
 
 
@@ -393,7 +453,7 @@ def test_a_setting_of_another_type_is_put_right_in_the_optimizer_s_own_group():
 
 def test_other_optimizers_are_refused():
     opt = torch.optim.SGD([torch.ones(1)], lr=1.0)
-    with pytest.raises(TypeError, match="`optimizer` must be a WNGrad or a WNAdam, got SGD"):
+    with pytest.raises(TypeError, match="`optimizer` must be one of wngrad's, got SGD"):
         step_in_backward(opt)
 
 

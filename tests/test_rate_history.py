@@ -185,6 +185,18 @@ def test_tensorboard_keeps_the_image(tmp_path):
     assert (image.step, image.width) == (3, 1200)
 
 
+def test_a_group_that_was_removed_is_unknown_from_then_on():
+    model = mlp()
+    opt = WNGrad([{"params": layer.parameters()} for layer in (model[0], model[2])])
+    history, _ = trained(model, opt, 2)
+    del opt.param_groups[0]
+    model[2].weight.grad = torch.ones_like(model[2].weight)
+    opt.step()
+    gone, there = (torch.as_tensor(layer.rate[-1]) for layer in history.layers()[:2])
+    assert gone.isnan().all()
+    assert there.isfinite().all()
+
+
 def test_bad_arguments_are_named_in_the_message():
     opt = WNGrad([nn.Parameter(torch.ones(2))])
     with pytest.raises(ValueError, match="RateHistory: `every` must be an int >= 1, got 0"):

@@ -21,6 +21,7 @@ from wngrad.optim.orthogonal_sharded import is_cut
 from wngrad.optim.state import Group, shape_of
 
 _OWNER = "step_in_backward"
+_OF_A_PART = {"_fused_engine", "_single_parts", "param_groups", "state"}  # its own, not the whole's
 
 
 class Released:
@@ -72,7 +73,7 @@ def step_in_backward(optimizer: BlockOptimizer) -> Released:
     """
     if not isinstance(optimizer, BlockOptimizer):
         kind = type(optimizer).__name__
-        raise TypeError(f"{_OWNER}: `optimizer` must be a WNGrad or a WNAdam, got {kind}.")
+        raise TypeError(f"{_OWNER}: `optimizer` must be one of wngrad's, got {kind}.")
     _refuse_scaler(optimizer)
     for group in optimizer.param_groups:
         _check_settings(group)
@@ -99,14 +100,34 @@ class _Part:
         """The hook: step, unless another's gradient is still to come, and free the gradients."""
         if any(p.grad is None and p.requires_grad for p in self._all):
             return
-        self.take()
-        for p in self._all:
-            p.grad = None
+        if self.take():
+            for p in self._all:
+                p.grad = None
 
-    def take(self) -> None:
-        """Step the members that have a gradient."""
-        whole, alone = self._whole, self._alone
-        group = whole.param_groups[self._number]
+    def _current_group(self) -> Group | None:
+        """The group that holds the members now; None if they are no longer the optimizer's."""
+        groups = self._whole.param_groups
+        if self._number < len(groups) and self.is_in(groups[self._number]):
+            return groups[self._number]
+        for number, group in enumerate(groups):
+            places = {id(p): i for i, p in enumerate(group["params"])}
+            if all(id(p) in places for p in self._all):
+                self._number, self._members = number, [places[id(p)] for p in self._all]
+                return group
+        return None
+
+    def is_in(self, group: Group) -> bool:
+        """Whether the members are where they were in a group."""
+        params = group["params"]
+        places = zip(self._members, self._all, strict=True)
+        return all(i < len(params) and params[i] is p for i, p in places)
+
+    def take(self) -> bool:
+        """Step the members that have a gradient; False if they are no longer the optimizer's."""
+        whole, alone, group = self._whole, self._alone, self._current_group()
+        if group is None:
+            return False
+        vars(alone).update({k: v for k, v in vars(whole).items() if k not in _OF_A_PART})
         if group is not self._group:  # A checkpoint was loaded, and all state is another.
             self._group = group
             alone._engine.forget()
@@ -119,6 +140,7 @@ class _Part:
         alone.state = defaultdict(dict, {p: whole.state[p] for p in known})
         alone._take()
         alone.state.clear()  # What is kept here would outlive the loading of a checkpoint.
+        return True
 
 
 def step_parameter(optimizer: BlockOptimizer, p: Tensor, group: Group, i: int) -> None:
@@ -135,7 +157,7 @@ def step_parameter(optimizer: BlockOptimizer, p: Tensor, group: Group, i: int) -
         _refuse("`joint` must be False for a step of one parameter; use `step_in_backward`.")
     parts: dict[tuple[int, int], _Part] = vars(optimizer).setdefault("_single_parts", {})
     part = parts.get((numbers[0], i))
-    if part is None:
+    if part is None or not part.is_in(group):
         _check_places(optimizer, group)
         part = parts[numbers[0], i] = _Part(optimizer, numbers[0], [i])
     part.take()

@@ -49,7 +49,7 @@ def spreads(opt: Optimizer, params: list[Tensor]) -> Tensor:
     rows = []
     for p in params:
         state = opt.state.get(p, {})
-        if "b" not in state or not sharded.local(state["b"]).numel():
+        if id(p) not in groups or "b" not in state or not sharded.local(state["b"]).numel():
             rows.append(torch.full((6,), torch.nan))
             continue
         rate = sharded.local(_rate(groups[id(p)], state)).detach().flatten().float()
