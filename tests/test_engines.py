@@ -860,6 +860,19 @@ def test_what_is_orthogonalized_in_a_way_of_its_own_goes_the_plain_way(options, 
     assert set(both.fused.why_plain().values()) == {f"it is orthogonalized, and {reason}"}
 
 
+@pytest.mark.parametrize("options", [{"per": "model"}, {"joint": True}], ids=str)
+def test_parameters_that_share_a_b_have_each_a_norm_of_its_own(options):
+    tensors = [
+        scale * each for scale, each in zip((1, 10, 0.1), drawn((7,), (7,), (7,)), strict=True)
+    ]
+    both = Both(WNMuon, tensors, finetune=True, average=None, **options)
+    for k in range(3):
+        both.step(k)
+    norms = [float(its["norm"]) for its in both.fused.state.values()]
+    assert max(norms) > 10 * min(norms)
+    assert not both.fused.why_plain()
+
+
 @pytest.mark.parametrize("per", ["neuron", "tensor"])
 def test_norms_are_read_by_every_engine(per):
     """In rows that a program has whole, and in those that are cut or share one b."""
@@ -1022,10 +1035,29 @@ def test_a_parameter_taken_out_of_the_optimizer_is_freed():
     both.ours.pop()
     assert gone() is None
     assert storage() is None
-    assert not both.fused._engine._launches  # nothing that could be taken for another's
     both.plain.param_groups[0]["params"].pop()
     both.theirs.pop()
     both.step(2)
+    assert len(both.fused._engine._launches) == 1  # those of the step before are gone
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("make", [WNGrad, WNAdam, WNMuon])
+def test_a_model_may_be_moved_and_cast_after_a_step(make, swap):
+    """torch may swap parameters for others, which nothing may refer to weakly."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    opt = make(model.parameters())
+    model(torch.ones(3, 4)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        model.bfloat16()
+        model(torch.ones(3, 4, dtype=torch.bfloat16)).sum().backward()
+        opt.step()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_parameters_on_one_memory_take_the_plain_step_one_after_another():

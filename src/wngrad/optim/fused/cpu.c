@@ -96,7 +96,7 @@ int level(void) {
 #endif
 
 typedef struct {
-    double lam, measured, rate, beta, log_mu, c, scale_u, log_beta2;
+    double lam, measured, beta, log_mu, c, scale_u, log_beta2;
     float sign, mu, rest, decay, keep, scale, eta, old_rms, new_rms;
     float t, unbiased, share; /* a step, and what depends on its number: see `count` */
 } Numbers;
@@ -134,7 +134,6 @@ static Numbers numbers(const Parameter *r, const Step *s) {
     Numbers k;
     k.lam = s->found_inf && *s->found_inf != 0 ? 0.0 : group->lam;
     k.measured = s->rated ? k.lam : 1;
-    k.rate = r->norm ? *(const float *)r->norm * k.lam : k.lam;
     k.log_mu = group->log_mu, k.c = group->c, k.scale_u = r->scale, k.log_beta2 = r->log_beta2;
     k.sign = s->proposed ? 1 : (float)group->sign;
     k.beta = group->mu, k.mu = (float)group->mu, k.rest = (float)(1 - group->mu), k.decay = (float)group->weight_decay;
@@ -317,6 +316,7 @@ static float shared_b(const Shared *f, int64_t row, const Step *s) {
 static int store(const Parameter *r, int64_t row, float new, int finite, Numbers *k, const Step *s,
                  float *rate, float *kept) {
     double before = ((float *)r->b)[row], b = new == 0 ? 1 : new, factor = 1 / b;
+    double lam = r->norm ? *(const float *)r->norm * k->lam : k->lam; /* each member has its own norm */
     if (s->skip && !finite) {
         ((int32_t *)r->skipped)[row]++;
         return 0;
@@ -326,7 +326,7 @@ static int store(const Parameter *r, int64_t row, float new, int finite, Numbers
     if (s->rule >= RUNNING_MEAN) ((float *)r->t)[row] += 1;
     *kept = k->mu;
     if (s->rule == RUNNING_MEAN) *kept = (float)(k->beta * (before / b)), factor = (1 - k->beta) / b;
-    *rate = (float)(factor * k->rate);
+    *rate = (float)(factor * lam);
     return 1;
 }
 

@@ -2,13 +2,13 @@
 
 Nothing here is state. Launches are made from the parameters, their state and the settings, and made
 anew whenever one of them is another; a step like an earlier one only brings the addresses of the
-gradients and the groups' numbers up to date. Parameters are held weakly.
+gradients and the groups' numbers up to date. Parameters are known by id and address, and not held:
+not even weakly, since torch swaps a tensor for another only if nothing refers to it weakly.
 """
 
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -109,7 +109,7 @@ class Engine:
         self._snapshots = Snapshots()
         self.memo: checks.Memo = {}  # of settings that were checked
         self.steps = 0  # that were asked for
-        self._launches: dict[Any, tuple[Launches, list[Any]]] = {}  # with references to parameters
+        self._launches: dict[Any, tuple[Launches, set[int]]] = {}  # with the ids of all parameters
         self._latest: tuple[Snapshot, Launches] | None = None  # if it may be taken again
         self.reasons: dict[int, str] = {}  # of the latest step, by the parameters' ids
         self._captured: list[Launches] = []  # graphs read their tables for as long as they live
@@ -197,23 +197,12 @@ class Engine:
             self._captured.append(launches)
             self._latest = None  # No other step may change its tables.
             return launches
-        if len(self._launches) >= _MOST:
-            self._launches.clear()
-        self._launches[now.key] = launches, self._watch(params, now.key)
+        ids = set(map(id, params))  # launches for others will not come again, and keep memory
+        kept = {key: entry for key, entry in self._launches.items() if entry[1] <= ids}
+        self._launches = {} if len(kept) >= _MOST else kept
+        self._launches[now.key] = launches, ids
         self._latest = now, launches
         return launches
-
-    def _watch(self, params: list[Tensor], key: Any) -> list[Any]:
-        """References that drop the launches once one of their parameters is gone."""
-        engine = weakref.ref(self)
-
-        def drop(_: Any) -> None:
-            if (own := engine()) is not None:
-                own._launches.pop(key, None)
-                if own._latest is not None and own._latest[0].key == key:
-                    own._latest, own.reasons = None, {}
-
-        return [weakref.ref(p, drop) for p in params]
 
 
 def _params(optimizer: Stepper) -> list[Tensor]:
