@@ -63,10 +63,3 @@ def algorithm_4(x, grad, rate, blocks, b1=1.0, c=None, beta=0.9, decay=0.0, deco
                     m[i] = beta * m[i] + (1 - beta) * lam * g[i]
                     x[i] = x[i] - m[i] / b[k] / (1 - beta**t)
         yield list(x), list(b)
-
-
-def algorithm_5(x, grad, lam):
-    """SGD."""
-    while True:
-        x = [xi - lam * gi for xi, gi in zip(x, grad(x))]
-        yield x

@@ -90,6 +90,8 @@ def test_no_step_and_no_second_entry_within():
     with opt.averaged():
         with pytest.raises(RuntimeError, match="`step` must not be taken within `averaged`"):
             opt.step()
+        with pytest.raises(RuntimeError, match="`step` must not be taken within `averaged`"):
+            opt.step(lambda: pytest.fail("the closure was called"))
         with pytest.raises(RuntimeError, match="must not be entered twice"), opt.averaged():
             pass
         with pytest.raises(RuntimeError, match="`load_average` must not be called within"):

@@ -114,7 +114,7 @@ def test_a_group_that_is_removed_is_left_alone_and_the_others_keep_their_rates(s
 
 
 def test_a_parameter_that_takes_another_s_place_is_stepped_in_its_stead():
-    model, opt = two_groups()
+    _, opt = two_groups()
     group, new = opt.param_groups[0], nn.Parameter(torch.ones(4, 3))
     old = group["params"][0]
     for p in (old, new):

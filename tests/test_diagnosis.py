@@ -283,6 +283,16 @@ def test_a_rate_so_small_that_b_has_nothing_to_do_is_noticed_once(make, fused, l
     assert warned[0].filename == __file__
 
 
+class Doubled(WNGrad):
+    def __init__(self, params, lr=2.0, **settings):
+        super().__init__(params, lr, **settings)
+
+
+def test_the_hint_names_the_default_of_the_optimizer_itself():
+    with pytest.warns(SmallRateWarning, match=r"start from lr=2.0, the default"):
+        small_steps(101, Doubled, 0.001)
+
+
 def test_with_momentum_the_hint_names_a_rate_that_trains():
     with pytest.warns(SmallRateWarning, match=r"start from lr=0.03, as momentum asks for"):
         small_steps(150, momentum=0.9)

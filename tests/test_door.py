@@ -287,6 +287,32 @@ def test_parameters_that_cannot_share_their_b_are_refused_when_told_to(first, fu
     assert all(torch.equal(p, x) for p, x in zip(given, before, strict=True))
 
 
+def test_a_parameter_that_joins_a_joint_group_must_fit_it():
+    p, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))
+    opt = WNGrad([p], joint=True)
+    p.grad, other.grad = torch.ones(3), torch.ones(4)
+    opt.step()
+    opt.param_groups[0]["params"].append(other)
+    with pytest.raises(ValueError, match=r"^WNGrad: `joint` parameters must have as many blocks"):
+        opt.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "says"),
+    [
+        (WNGrad, {"average": 8.0}, "with `average`, which"),
+        (WNGrad, {"momentum": 0.9, "weight_decay": 0.1}, "with `momentum` and `weight_decay`,"),
+        (WNAdam, {}, "with `momentum`, which"),
+    ],
+)
+def test_what_a_sparse_gradient_does_not_go_with_is_named(make, options, says):
+    layer = nn.Embedding(4, 2, sparse=True)
+    opt = make(layer.parameters(), **options)
+    layer(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=f"a sparse `grad` does not go {says}"):
+        opt.step()
+
+
 @pytest.mark.parametrize("make", [WNGrad, WNAdam])
 @pytest.mark.parametrize(
     ("given", "says"),
@@ -314,7 +340,7 @@ def test_a_list_of_parameters_may_be_a_module():
 @pytest.mark.parametrize(
     ("name", "value", "instead"),
     [
-        ("betas", (0.9, 0.999), "use `momentum` of WNGrad or `beta` of WNAdam"),
+        ("betas", (0.9, 0.999), r"use `momentum` \(`beta` of WNAdam\)"),
         ("eps", 1e-8, "leave it out"),
         ("nesterov", True, "leave it out"),
         ("dampening", 0.0, "leave it out"),

@@ -378,6 +378,15 @@ def test_groups_survive_a_copy_and_a_pickle():
         assert twin[0]["params"][0] is not groups[0]["params"][0]
 
 
+def flattened(kind, module):
+    """As FSDP1 leaves a module: one flat parameter, or flat parts under the old names."""
+    p = nn.Parameter(torch.ones(6))
+    if kind == "flat":
+        p._is_flat_param = True
+    module.register_parameter("_flat_param" if kind == "flat" else "weight", p)
+    return module
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -395,6 +404,16 @@ def test_groups_survive_a_copy_and_a_pickle():
             lambda: matrix_groups(nn.Sequential(nn.LazyLinear(3))),
             ValueError,
             "matrix_groups: `model` must have no lazy parameters, got '0.weight'",
+        ),
+        (
+            lambda: matrix_groups(flattened("flat", nn.Identity())),
+            ValueError,
+            r"matrix_groups: .* got '_flat_param', flattened by FullyShardedDataParallel. Use `ful",
+        ),
+        (
+            lambda: matrix_groups(flattened("shard", nn.Linear(3, 2))),
+            ValueError,
+            "matrix_groups: .* got 'weight', flattened by FullyShardedDataParallel",
         ),
     ],
 )

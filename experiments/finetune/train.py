@@ -18,7 +18,6 @@ from experiments.finetune.tasks import STARTS, FineTuning, head
 from experiments.untuned import train
 from experiments.untuned.methods import Method
 
-EVALUATED = 256  # windows of a text at once
 RATE = 1e-3  # of AdamW in pre-training
 
 

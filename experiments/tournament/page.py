@@ -168,8 +168,8 @@ def _grid(outcomes: Sequence[Outcome]) -> list[str]:
         f"![Final test loss over λ]({FIGURES}/curves.png)",
         "",
         "Mean over the seeds, bars one standard deviation; a run that diverged, failed or ended "
-        "above its own loss at the start counts as that loss. Methods without a λ to move are level "
-        "lines.",
+        "above its own loss at the start counts as that loss. Methods without a λ to move are "
+        "level lines.",
     ]
 
 

@@ -121,7 +121,7 @@ class RateHistory:
         layers = self.layers()
         if not layers:
             raise ValueError("RateHistory: a picture must have a step to show, got none so far.")
-        given = None if losses is None else [float(x) for x in losses]
+        given = None if losses is None else [float(torch.as_tensor(x).detach()) for x in losses]
         return draw(layers, given, self.troubles(given), type(self._opt).__name__)
 
     def save(self, path: str | Path, losses: Iterable[float | Tensor] | None = None) -> None:

@@ -23,7 +23,7 @@ def rate_metrics(opt: Any, prefix: str = "wngrad/") -> dict[str, float]:
     `group0`, `group1`, …; the names suit W&B, MLflow and TensorBoard alike.
 
     Args:
-        opt: WNGrad or WNAdam, or what Accelerate or Lightning wrapped around it. Of any other
+        opt: one of wngrad's, or what Accelerate or Lightning wrapped around it. Of any other
             optimizer there is nothing to tell, so that one script can serve them all.
         prefix: comes before every name.
 

@@ -260,7 +260,8 @@ def numbers(group: dict[str, Any]) -> dict[str, Any]:
 
 
 _MEMORIZED = 256
-Memo = dict[int, tuple[tuple[Any, ...], Settings]]  # by a group's id: values, and the settings
+# By a group's id: its values, who has to fit them, and the settings.
+Memo = dict[int, tuple[tuple[Any, ...], tuple[int, ...], Settings]]
 
 
 def settings(owner: str, group: dict[str, Any], own: Own, memo: Memo | None = None) -> Settings:
@@ -275,17 +276,24 @@ def settings(owner: str, group: dict[str, Any], own: Own, memo: Memo | None = No
     """
     if memo is None:
         return _checked(owner, own, tuple(group[name] for name in (*_CHECKS, *dict(own))))
-    values = _values(own)(group)
-    if (known := memo.get(id(group))) is not None and all(map(is_, values, known[0])):
-        return known[1]
+    values, fitting = _values(own)(group), _fitting(group)
+    known = memo.get(id(group))
+    if known is not None and fitting == known[1] and all(map(is_, values, known[0])):
+        return known[2]
     checked = _now(owner, group, own, values)
     _fit(owner, group)
     if any(isinstance(value, Tensor) for value in values):  # which may change in place
         return checked
     if len(memo) >= _MEMORIZED:  # of groups that may be gone
         memo.clear()
-    memo[id(group)] = _values(own)(group), checked
+    memo[id(group)] = _values(own)(group), fitting, checked
     return checked
+
+
+def _fitting(group: dict[str, Any]) -> tuple[int, ...]:
+    """The ids of the parameters that must fit `per` or `joint`: a group may be edited."""
+    each_its_own = not group["joint"] and not isinstance(group["per"], list)
+    return () if each_its_own else tuple(map(id, group["params"]))
 
 
 @cache
@@ -332,7 +340,7 @@ _cached = lru_cache(maxsize=1024, typed=True)(_checked)
 
 _INSTEAD = {  # of arguments that torch's optimizers take
     "beta": "use `momentum`",
-    "betas": "use `momentum` of WNGrad or `beta` of WNAdam for the first; b takes no second",
+    "betas": "use `momentum` (`beta` of WNAdam) for the first; b takes no second",
     "eps": "leave it out, since b is never 0",
     "nesterov": "leave it out, and use `momentum` alone",
     "dampening": "leave it out, and use `momentum` alone",

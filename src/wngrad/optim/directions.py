@@ -132,7 +132,7 @@ class Adam(Direction):
     """u = scale·m̂/√v̂, Adam's direction, measured by the rule: b ← b + ‖u‖²/b.
 
     `rms` is √v, which neither overflows nor underflows where g does not. No entry of u is larger
-    than 2.35·scale, whatever the gradients.
+    than 2.35·scale at β ≥ 0.9, whatever the gradients.
     """
 
     scale: float

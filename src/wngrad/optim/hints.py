@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -15,8 +16,6 @@ AFTER = 100  # steps: enough for b to grow where λ lets it, and one wait for a 
 _SMALL = 1e-2  # of λ = 1, at which b₁ is the only limit of the first step
 _SMALL_SUMMED = 2e-3  # with momentum, which is started from 0.01 to 0.1
 _STILL = 1.1  # b that has grown less than this many times does not limit the rate
-
-
 _SHORT = 1e-3  # of λ where the rule does not see it: steps 300 times shorter than the default's
 
 
@@ -34,7 +33,7 @@ def small_rate(opt: Optimizer) -> None:
             warnings.warn(
                 f"{type(opt).__name__}: in {AFTER} steps at `lr` = {lam:g} hardly anything has "
                 f"moved. `lr` is the length of a step in units of a neuron, not a learning rate as "
-                f"Adam's: use 0.3, the default, whatever your trainer's is.",
+                f"Adam's: use {_default(opt)}, the default, whatever your trainer's is.",
                 SmallRateWarning,
                 stacklevel=5,
             )
@@ -42,7 +41,9 @@ def small_rate(opt: Optimizer) -> None:
         summed = _has_momentum(opt, group)
         small = _SMALL_SUMMED if summed else _SMALL
         if 0 < lam <= small and diagnosis.is_still(opt, group, _STILL):
-            start = "lr=0.03, as momentum asks for" if summed else "lr=1.0, the default"
+            start = (
+                "lr=0.03, as momentum asks for" if summed else f"lr={_default(opt)}, the default"
+            )
             warnings.warn(
                 f"{type(opt).__name__}: in {AFTER} steps at `lr` = {lam:g} b has hardly grown, so "
                 f"that this is plain gradient descent at that rate. b lowers the rate by itself: "
@@ -51,6 +52,11 @@ def small_rate(opt: Optimizer) -> None:
                 stacklevel=5,
             )
             return
+
+
+def _default(opt: Optimizer) -> Any:
+    """The λ of the optimizer's signature."""
+    return inspect.signature(type(opt)).parameters["lr"].default
 
 
 def _has_momentum(opt: Any, group: dict[str, Any]) -> bool:

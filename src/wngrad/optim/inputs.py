@@ -51,8 +51,12 @@ def parameters(owner: str, params: Any) -> list[Tensor]:
     return tensors
 
 
-def gradient(owner: str, p: Tensor, g: Tensor, *, touches_all: bool) -> None:
-    """A gradient the step can take; checked for all parameters before any of them changes."""
+def gradient(owner: str, p: Tensor, g: Tensor, *, dense: list[str]) -> None:
+    """A gradient the step can take; checked for all parameters before any of them changes.
+
+    Args:
+        dense: what moves entries that have no gradient, and so takes no sparse one.
+    """
     if g.shape != p.shape or g.device != p.device:
         raise ValueError(
             f"{owner}: `grad` must have the shape and device of its parameter, got "
@@ -65,9 +69,9 @@ def gradient(owner: str, p: Tensor, g: Tensor, *, touches_all: bool) -> None:
             f"{owner}: `grad` must not overlap its parameter in memory, got one that does for a "
             f"parameter of shape {tuple(p.shape)}; clone it first."
         )
-    if g.is_sparse and touches_all:
+    if g.is_sparse and dense:
         raise ValueError(
-            f"{owner}: a sparse `grad` works without `momentum` and `weight_decay` only: both "
+            f"{owner}: a sparse `grad` does not go with {' and '.join(dense)}, which would have to "
             f"touch every row; got one for a parameter of shape {tuple(p.shape)}. Use WNGrad "
-            f"without them, or a dense gradient."
+            f"without `momentum`, `weight_decay` and `average`, or a dense gradient."
         )

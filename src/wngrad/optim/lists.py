@@ -70,7 +70,6 @@ mul_ = _over_lists("mul_")  # x ← x·y
 div_ = _over_lists("div_")  # x ← x/y
 add_ = _over_lists("add_")  # x ← x + alpha·y
 addcmul_ = _over_lists("addcmul_")  # x ← x + value·y·z
-addcdiv_ = _over_lists("addcdiv_")  # x ← x + value·y/z
 _copy = _over_lists("copy_")
 lerp_ = _over_lists("lerp_")  # x ← x + w·(y − x)
 

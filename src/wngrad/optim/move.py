@@ -81,7 +81,7 @@ class _Move:
 
 
 class Kind:
-    """Views whose blocks the rule settles at once, and that move by the same operations."""
+    """Views that one vectorized call of the rule updates, and that move by the same operations."""
 
     def __init__(self, items: list[Item], bounded: bool) -> None:
         first, self._bounded = items[0], bounded
@@ -226,9 +226,8 @@ class Kind:
 
     def _in_turn(self, move: _Move) -> Iterable[_Move]:
         """Parts of the move, each of which reads what those before it have written."""
-        at_once = self._old.device.type != "cpu" or self._copies(
-            move
-        )  # a launch for all, or copies
+        # One launch moves all of them on a GPU, and copies are stored after all are made.
+        at_once = self._old.device.type != "cpu" or self._copies(move)
         apart = not self._traced and len(move.items) > 1 and at_once
         if apart and memory.any_overlap([item.view.p for item in move.items]):
             return (move.part(k, k + 1) for k in range(len(move.items)))

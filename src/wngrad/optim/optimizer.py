@@ -116,6 +116,7 @@ class BlockOptimizer(Optimizer):
         """
         loss = None
         if closure is not None:
+            self._refuse_within_averaged()  # before it writes gradients
             with torch.enable_grad():
                 loss = closure()
         self._take()
@@ -140,8 +141,7 @@ class BlockOptimizer(Optimizer):
     def _take(self) -> None:
         """The step itself, with the gradients there are."""
         engine, owner, own = self._engine, self._owner, self.own_settings
-        if self._swapped:
-            raise RuntimeError(f"{owner}: `step` must not be taken within `averaged`.")
+        self._refuse_within_averaged()
         memo = None if torch.compiler.is_compiling() else engine.memo
         if memo is not None:
             engine.steps += 1
@@ -164,6 +164,10 @@ class BlockOptimizer(Optimizer):
             else:
                 self._update(due, settings)
 
+    def _refuse_within_averaged(self) -> None:
+        if self._swapped:
+            raise RuntimeError(f"{self._owner}: `step` must not be taken within `averaged`.")
+
     def _update(self, due: list[_Due], settings: list[Settings]) -> None:
         units = self._units(due)
         if torch.compiler.is_compiling():
@@ -174,7 +178,10 @@ class BlockOptimizer(Optimizer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _eager_update(self, due: list[_Due], settings: list[Settings]) -> None:
         """An update outside any trace; takes back the state it made if it fails."""
-        before = {p: dict(its) for p, its in self.state.items()}
+        before = {
+            key: dict(its) if isinstance(its, dict) else its  # a user's own entries
+            for key, its in self.state.items()
+        }
         try:
             for each in due:
                 state.make(each.group, each.p, self.state[each.p], each.shapes, each.direction)
@@ -250,9 +257,13 @@ class BlockOptimizer(Optimizer):
 
     def _check_parameter(self, due: _Due) -> None:
         p, settings = due.p, due.settings
-        touches_all = due.direction.touches_all or settings.weight_decay != 0
-        touches_all = touches_all or settings.average is not None
-        inputs.gradient(self._owner, p, cast(Tensor, p.grad), touches_all=touches_all)
+        dense = {
+            "`momentum`": due.direction.touches_all,
+            "`weight_decay`": settings.weight_decay != 0,
+            "`average`": settings.average is not None,
+        }
+        reasons = [name for name, is_so in dense.items() if is_so]
+        inputs.gradient(self._owner, p, cast(Tensor, p.grad), dense=reasons)
         if settings.differentiable and p.is_leaf and p.requires_grad:
             raise ValueError(
                 f"{self._owner}: `differentiable` parameters must not be leaves that require a "

@@ -148,7 +148,18 @@ def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
                     f"matrix_groups: `model` must have no lazy parameters, got {name!r} without a "
                     f"shape. Run the model once."
                 )
+            if _is_flattened(module, name, p):
+                raise ValueError(
+                    f"matrix_groups: `model` must have its matrices as they are, got {name!r}, "
+                    f"flattened by FullyShardedDataParallel. Use `fully_shard` (FSDP2)."
+                )
             yield name, module, p
+
+
+def _is_flattened(module: nn.Module, name: str, p: Tensor) -> bool:
+    """True for a flat parameter of FSDP1, and for a part of one under the original's name."""
+    flat: bool = getattr(p, "_is_flat_param", False)
+    return flat or (name.endswith("weight") and isinstance(module, _KNOWN) and p.dim() < 2)
 
 
 def _group(role: Role, layout: Layout | None, entries: dict[Tensor, _Entry]) -> dict[str, Any]:

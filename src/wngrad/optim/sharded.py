@@ -16,7 +16,7 @@ from wngrad.optim.blocks import Shape
 
 
 def is_sharded(t: Tensor) -> bool:
-    return hasattr(t, "to_local")  # Told by its duck's quack: importing DTensor takes a while.
+    return hasattr(t, "to_local")  # Duck-typed: importing DTensor is slow.
 
 
 def local(t: Tensor) -> Tensor:

@@ -12,8 +12,6 @@ from wngrad.optim import checkpoints, checks
 from wngrad.optim.directions import Direction, RunningMean, known_to_kernels
 from wngrad.optim.optimizer import BlockOptimizer
 
-_BETA = 0.9
-
 
 class WNAdam(BlockOptimizer):
     """Adam's running mean under WNGrad's learning rate, one for every neuron (Alg. 4).
@@ -48,12 +46,12 @@ class WNAdam(BlockOptimizer):
         params: ParamsT,
         lr: float | Tensor = 1.0,
         *,
-        beta: float = _BETA,
+        beta: float = 0.9,
         momentum: float | None = None,
         **settings: Unpack[checks.Options],
     ) -> None:
         checks.fraction(type(self).__name__, "beta", beta)
-        if momentum is not None and beta not in (_BETA, momentum):
+        if momentum is not None and beta not in (0.9, momentum):  # 0.9: not given
             raise ValueError(
                 f"{type(self).__name__}: `momentum` must be `beta`, of which it is another name, "
                 f"got {momentum!r} and {beta!r}."

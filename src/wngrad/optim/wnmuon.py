@@ -50,8 +50,8 @@ class WNMuon(BlockOptimizer):
             evaluate(model)
 
     In one step no row moves by more than 1.15·max(1, √(out/in))·ρ/C, decay apart, and no entry of
-    a vector by more than 0.71·ρ/C; never more than ρ/2. Multiplying the loss by a constant changes
-    nothing (by a power of two, no bit).
+    a vector by more than 0.71·ρ/C at μ ≥ 0.9; never more than ρ/2. Multiplying the loss by a
+    constant changes nothing (by a power of two, no bit).
 
     Args:
         params: a model, which says what each parameter is (see `matrix_groups`, and print it); or
