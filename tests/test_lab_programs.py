@@ -13,11 +13,13 @@ from torch.nn import functional as F  # noqa: N812
 
 from small_lab import blobs
 from wngrad.lab.optimizers import OPTIMIZERS, Optimizer
+from wngrad.lab.report.cells import ACCURACY, LOSSES
 from wngrad.lab.train import models, norm, stack
 from wngrad.lab.train.data import Data
 from wngrad.lab.train.programs import PROGRAMS, Branches, Lone, Program, Stacked
-from wngrad.lab.train.spec import METRICS, Pack, Sweep, packs
+from wngrad.lab.train.spec import Pack, Sweep, packs
 
+METRICS = (*LOSSES, ACCURACY)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -387,6 +389,9 @@ def test_an_optimizer_without_a_rule_is_named() -> None:
         ({"weight_decay": float("nan")}, "weight_decay"),
         ({"program": "bogus"}, "program"),
         ({"precision": "int8"}, "precision"),
+        ({"stop": "medain", "best_by": "test_loss"}, "stop"),
+        ({"stop": "median", "best_by": "test_accuracy"}, "best_by"),  # a rule looks at a loss
+        ({"stop": "diverged", "best_by": "test_accuracy"}, "best_by"),
     ],
 )
 def test_a_sweep_that_makes_no_sense_is_refused_at_the_door(changes, named) -> None:

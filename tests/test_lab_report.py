@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from wngrad.lab.optimizers import OPTIMIZERS, SPARE_STYLES
 from wngrad.lab.recipes import RECIPES
 from wngrad.lab.report import builder, claims, figures, page
-from wngrad.lab.report.cells import Cell
+from wngrad.lab.report.cells import Cell, lead, more_is_better
 from wngrad.lab.report.paper import PaperReport
 from wngrad.lab.report.results import Results
 from wngrad.lab.train.spec import Lane, Record, Sweep
@@ -82,6 +82,28 @@ def test_a_mean_says_how_many_seeds_diverged():
     assert str(cell) == "2.00 ± 1.4 (n = 2; 1 of 3 diverged)"
     assert str(Cell.of("test_loss", [math.nan] * 2)) == "diverged (2 of 2)"
     assert cell.cost == math.inf
+
+
+@pytest.mark.parametrize(
+    "metric",
+    ["test_accuracy", "valid_answer_accuracy", "valid_certified_accuracy", "valid_score",
+     "valid_power", "valid_lowered_return", "valid_timestep_return", "valid_f1", "valid_r2"],
+)  # fmt: skip
+def test_more_of_a_metric_is_better_unless_a_word_of_its_name_says_less(metric):
+    assert more_is_better(metric)
+    high, low = (Cell.of(metric, [value] * 2, range(2)) for value in (0.9, 0.5))
+    assert lead(high, low).by > 0
+
+
+@pytest.mark.parametrize(
+    "metric",
+    ["train_loss", "valid_logloss", "test_error", "valid_error_rate", "valid_errors", "valid_RMSE",
+     "valid_mse", "valid_mae", "valid_ppl", "test_perplexity", "valid_wer", "valid_cer_clean",
+     "valid_nll", "valid_fid", "valid_regret", "valid_distance", "valid_time", "valid_runtime",
+     "valid_solver_steps", "valid_accuracy_loss"],
+)  # fmt: skip
+def test_less_of_a_loss_and_of_an_error_is_better(metric):
+    assert not more_is_better(metric)
 
 
 def test_huge_losses_neither_overflow_nor_raise():

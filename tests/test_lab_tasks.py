@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import wngrad.lab
+
 TASK = """
 import multiprocessing, os, shutil, threading, time
 import torch
@@ -63,6 +65,12 @@ def check_harmless(folder: Path, names: tuple[str, ...]) -> None:
     for name in names:
         assert SAID.get(name, "") in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_lab_has_its_tasks_by_name():
+    for name in ("Task", "LoaderTask", "FunctionTask", "Trial", "Data", "Sweep"):
+        assert name in wngrad.lab.__all__
+        assert getattr(wngrad.lab, name) is getattr(wngrad, name, getattr(wngrad.lab, name))
 
 
 @pytest.mark.integrations

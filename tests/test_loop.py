@@ -4,7 +4,8 @@ stopped."""
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,7 +14,15 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+)
 
 from small_lab import contents
 from wngrad import LoaderTask
@@ -79,9 +88,13 @@ def sweep(task: LoaderTask, **changes: Any) -> Sweep:
     return replace(made, **changes)
 
 
-def run(task: LoaderTask, **changes: Any) -> LoopRun:
+def started(task: LoaderTask, **changes: Any) -> LoopRun:
     s = sweep(task, **changes)
-    r = LoopRun(s, packs(s.settings, s.seeds, 1)[0], task, "cpu")
+    return LoopRun(s, packs(s.settings, s.seeds, 1)[0], task, "cpu")
+
+
+def run(task: LoaderTask, **changes: Any) -> LoopRun:
+    r = started(task, **changes)
     while not r.finished:
         r.advance(100)
     return r
@@ -108,6 +121,82 @@ def test_a_run_that_was_stopped_leaves_what_it_would_have_left(after, one_thread
         visit(tmp_path / "stopped", TASK, stop=stop)
     visit(tmp_path / "stopped", TASK)
     assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
+
+
+class Turning(Sampler[list[int]]):
+    """Batches of its own, which depend on the epoch it has been told."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Any:
+        return iter([[(k + self.epochs[-1]) % 24] * 4 for k in range(6)])
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+def drawn(kind: str) -> Any:
+    """Loaders that draw from generators of their own."""
+    data, own = TensorDataset(X[:24], Y[:24]), torch.Generator().manual_seed(0)
+    options: dict[str, Any] = {
+        "loader": {"batch_size": 4, "shuffle": True, "generator": own},
+        "sampler": {"batch_size": 4, "sampler": RandomSampler(data, generator=own)},
+        "batches": {"batch_sampler": BatchSampler(RandomSampler(data, generator=own), 4, False)},
+    }[kind]
+    return DataLoader(data, **options), unshuffled()[1]
+
+
+@pytest.mark.parametrize("kind", ["loader", "sampler", "batches"])
+def test_generators_of_the_loaders_are_seeded_so_that_a_run_can_be_repeated_and_resumed(kind):
+    task = LoaderTask("own", plain, lambda: drawn(kind), loss=F.cross_entropy, epochs=3)
+    whole = run(task)
+    assert run(task).curves == whole.curves  # with what the first has left of its generators
+    for steps in (3, 6, 8):
+        first = started(task)
+        while first._done() < steps:
+            first.advance(1)
+        again = started(replace(task, loaders=lambda: drawn(kind)))
+        again.load(deepcopy(first.state()))
+        while not again.finished:
+            again.advance(100)
+        assert again.curves == whole.curves
+
+
+def test_tests_are_repeated_also_where_batch_statistics_are_taken_from_shuffled_batches():
+    def normed() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    loaders = drawn("loader")
+    task = LoaderTask("own", normed, lambda: loaders, loss=F.cross_entropy, epochs=2)
+    first, again = (run(task, optimizers=("test_trial:Switching",)) for _ in range(2))
+    assert (first.start, first.curves) == (again.start, again.curves)
+
+
+def test_a_batch_sampler_is_told_the_epoch():
+    own = Turning()
+    train = DataLoader(TensorDataset(X[:24], Y[:24]), batch_sampler=own)
+    run(replace(PLAIN, loaders=lambda: (train, unshuffled()[1]), epochs=3))
+    assert list(dict.fromkeys(own.epochs)) == [0, 1, 2]
+
+
+def test_loaders_of_a_class_that_cannot_be_hashed_are_made_once():
+    @dataclass
+    class Made:
+        times: int = 0
+
+        def __call__(self) -> Any:
+            self.times += 1
+            return unshuffled()
+
+    made, equal = Made(), Made()
+    task = replace(PLAIN, loaders=made)
+    assert task.data() is task.data()
+    assert made.times == 1
+    assert replace(PLAIN, loaders=equal).data() is not task.data()
 
 
 def test_a_plain_run_is_the_loop_that_anyone_would_write():

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -31,8 +32,6 @@ SWEEP = Sweep(
 def train(trial: Trial, *, resumes: bool = True, inside: bool = False) -> None:
     """Noise from three generators, dropout, and a schedule of its own."""
     import random
-
-    import numpy as np
 
     model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 1))
     opt = trial.optimizer(model)
@@ -130,6 +129,35 @@ def test_evaluation_switches_schedule_free_optimizers_and_finds_batch_statistics
     assert model[1].training
 
 
+@pytest.mark.parametrize("name", ["wnmuon", "test_trial:Switching"])
+@pytest.mark.parametrize("batches", [None, []])
+def test_other_weights_than_the_trained_are_not_tested_with_their_batch_statistics(name, batches):
+    model = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    trial = Trial(Lane(name, 0.1, 0), 1)
+    opt = trial.optimizer(model)
+    model(X).square().mean().backward()
+    opt.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    refused = pytest.raises(ValueError, match=r"evaluating: `batches` must be .* got (None|none)")
+    with refused, trial.evaluating(model, batches):
+        pass
+    assert all(map(torch.equal, model.parameters(), before))
+    assert getattr(opt, "mode", "train") == "train"
+    with trial.evaluating(model, [X]):
+        assert not model.training
+
+
+def test_weights_as_trained_need_no_batches_and_nor_do_networks_without_batch_statistics():
+    norm, bare = nn.BatchNorm1d(1), nn.BatchNorm1d(1, track_running_stats=False)
+    for name, layer in (("sgd", norm), ("wnmuon", nn.LayerNorm(1)), ("wnmuon", bare)):
+        model, trial = nn.Sequential(nn.Linear(1, 1), layer), Trial(Lane(name, 0.1, 0), 1)
+        opt = trial.optimizer(model)
+        model(X).square().mean().backward()
+        opt.step()
+        with trial.evaluating(model):
+            assert model(X).isfinite().all()
+
+
 # ------------------------------------------------------------------------------ what it is told
 
 
@@ -149,6 +177,16 @@ def test_a_wrong_report_is_told_in_a_line(call, said):
     with pytest.raises(ValueError, match=r"^(report|resume): ") as error:
         call(Trial(LANE, 3))
     assert said in str(error.value)
+
+
+def test_a_step_may_be_any_integer_and_is_kept_as_a_plain_one():
+    trial = Trial(LANE, 3)
+    for step in (np.int64(1), np.uint8(2), 3):
+        trial.report(step, loss=1.0)
+    assert [type(step) for step in trial.steps] == [int] * 3
+    for step in (True, np.float64(4), np.bool_(True)):
+        with pytest.raises(ValueError, match="`step` must be an integer > 3"):
+            trial.report(step, loss=1.0)
 
 
 def test_reports_become_curves_and_step_zero_is_the_start(tmp_path):

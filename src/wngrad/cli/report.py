@@ -25,7 +25,6 @@ def report(
     """Write the page, the figure and the summary of a sweep from its records. Never trains."""
     from wngrad.lab import recipes
     from wngrad.lab.report import builder
-    from wngrad.lab.run.files import Damaged
     from wngrad.lab.run.places import is_address
     from wngrad.lab.run.store import Store, exported
     from wngrad.lab.sweep import page_source
@@ -45,5 +44,5 @@ def report(
             store.export(folder / "records.jsonl")
         for path in written:
             print(f"Wrote {path}.")
-    except (ValueError, Damaged, OSError) as error:
+    except (ValueError, OSError) as error:  # Damaged is a ValueError
         fail(str(error))

@@ -11,12 +11,23 @@ from wngrad.install import naming_the_extra
 
 if TYPE_CHECKING:
     from wngrad.lab.train.data import Data as Data
+    from wngrad.lab.train.function_task import FunctionTask as FunctionTask
+    from wngrad.lab.train.loader_task import LoaderTask as LoaderTask
     from wngrad.lab.train.spec import Sweep as Sweep
+    from wngrad.lab.train.task import Task as Task
+    from wngrad.lab.train.trial import Trial as Trial
 
 # A name is imported when it is first asked for: a report never loads torch.
-_HOMES = {"Data": "wngrad.lab.train.data", "Sweep": "wngrad.lab.train.spec"}
+_HOMES = {
+    "Task": "wngrad.lab.train.task",
+    "LoaderTask": "wngrad.lab.train.loader_task",
+    "FunctionTask": "wngrad.lab.train.function_task",
+    "Trial": "wngrad.lab.train.trial",
+    "Data": "wngrad.lab.train.data",
+    "Sweep": "wngrad.lab.train.spec",
+}
 
-__all__ = ["Data", "Sweep"]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

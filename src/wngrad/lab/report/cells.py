@@ -12,7 +12,11 @@ from wngrad.lab.train.spec import Metric
 
 ACCURACY: Metric = "test_accuracy"
 LOSSES: tuple[Metric, ...] = ("train_loss", "test_loss")
-LESS = re.compile(r"loss|error|perplexity|ppl|mae|mse|rmse|wer|cer|nll|distance|time|_steps")
+LESS = re.compile(  # whole words of a name, which underscores part: "wer", not "answer"
+    r"(?:^|_)(?:\w*loss(?:es)?|\w*errors?|perplexity|ppl|n?r?mse|mae|mape|wer|cer|nll|fid|regret"
+    r"|distance|(?:run|wall)?time|steps)(?:_|$)",
+    re.IGNORECASE,
+)
 LABELS = {
     **{row.name: row.label for row in OPTIMIZERS.values()},
     **{name: row.label for name, row in NAMED.items()},
@@ -36,7 +40,7 @@ def label(name: str) -> str:
 
 def more_is_better(metric: Metric) -> bool:
     """Judged by its name: of a loss or an error less is better, of all else more."""
-    return LESS.search(metric) is None
+    return in_percent(metric) or LESS.search(metric) is None
 
 
 def in_percent(metric: Metric) -> bool:

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from wngrad.lab.run.pool import SIGNALS
 
 
 @contextmanager
 def restored() -> Iterator[None]:
     """Settings of torch, NumPy and the process are afterwards what they were before."""
-    before = [(write, value, read) for read, write in _SETTINGS for value in (read(),)]
+    before = [(write, read(), read) for read, write in _SETTINGS]
     try:
         yield
     finally:
@@ -59,14 +59,14 @@ def _set_cudnn(values: tuple[bool, bool]) -> None:
 
 def _set_handlers(handlers: list[Any]) -> None:
     if threading.current_thread() is threading.main_thread():
-        for number, handler in zip(_SIGNALS, handlers, strict=True):
+        for number, handler in zip(SIGNALS, handlers, strict=True):
             signal.signal(number, handler)
 
 
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_folder, _set_folder),
     (lambda: dict(os.environ), _set_environment),
-    (lambda: [signal.getsignal(number) for number in _SIGNALS], _set_handlers),
+    (lambda: [signal.getsignal(number) for number in SIGNALS], _set_handlers),
     (np.geterr, lambda values: np.seterr(**values)),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_default_device, _set_device),

@@ -44,7 +44,7 @@ def evaluation(
 
 def to_train(opt: Any) -> Any:
     """An optimizer in its training mode, if it has modes: schedule-free ones begin in neither."""
-    if hasattr(opt, "eval") and hasattr(opt, "train"):
+    if _switches(opt):
         opt.train()
     return opt
 
@@ -55,24 +55,42 @@ def keeps_average(opt: Any) -> bool:
     return hasattr(opt, "averaged") and any("average" in state for state in states)
 
 
+def has_test_weights(opt: Any) -> bool:
+    """True if the weights to be tested are not those that training moves."""
+    return _switches(opt) or keeps_average(opt)
+
+
+def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Layers with statistics that follow the training: frozen ones are evaluated as they are."""
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    return [norm for norm in norms if norm.training or not model.training]
+
+
+def _switches(opt: Any) -> bool:
+    return hasattr(opt, "eval") and hasattr(opt, "train")
+
+
 def _enter(opt: Any, stack: ExitStack) -> bool:
     """Bring an optimizer's test weights in; True if they are not those that training moves."""
-    switches = hasattr(opt, "eval") and hasattr(opt, "train")
-    if switches:
+    other = has_test_weights(opt)
+    if _switches(opt):
         opt.eval()
         stack.callback(opt.train)
-    if average := keeps_average(opt):
+    if keeps_average(opt):
         stack.enter_context(opt.averaged())
-    return switches or average
+    return other
 
 
 @contextmanager
 def _statistics(model: nn.Module, recompute: Callable[[], None]) -> Iterator[None]:
-    layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    layers = batch_norms(model)
+    held = [m for m in model.modules() if model.training and not m.training]
     buffers = [b for layer in layers for b in layer.buffers()]
     before = [b.clone() for b in buffers]
     if layers:
         model.train()
+        for module in held:
+            module.training = False
         with torch.no_grad():
             recompute()
     try:

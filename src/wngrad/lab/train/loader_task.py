@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
-from functools import lru_cache
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor, nn
@@ -62,6 +61,7 @@ class LoaderTask:
     autocast: Literal["", "bfloat16"] = ""
     patience: int | None = None
     weight_decay: float = 0.0
+    _made: list[Loaders] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
@@ -83,8 +83,10 @@ class LoaderTask:
                 )
 
     def data(self) -> Loaders:
-        """The loaders for training, validation and test; made once a process."""
-        return _loaders(self.loaders)
+        """The loaders for training, validation and test; made when first asked for."""
+        if not self._made:
+            self._made.append(_loaders(self.loaders))
+        return self._made[0]
 
     @property
     def metric_key(self) -> Metric | None:
@@ -142,7 +144,6 @@ class LoaderTask:
         return found
 
 
-@lru_cache(maxsize=4)
 def _loaders(function: Callable[[], Any]) -> Loaders:
     given = function()
     if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):

@@ -18,7 +18,6 @@ from typing import Any, Literal, Protocol, TypeAlias, cast, get_args
 # "train_loss", and what is measured on validation and test data: "valid_loss", "test_accuracy", ….
 # A task's own metric is a score if more of it is better, an error if less.
 Metric: TypeAlias = str
-METRICS: tuple[Metric, ...] = ("train_loss", "test_loss", "test_accuracy")  # the paper's
 Precision = Literal["float32", "tf32", "bfloat16", "float64"]
 Kind = Literal["stacked", "branches", "lone", "loop", "function"]
 ONE_BY_ONE: tuple[Kind, ...] = ("lone", "loop", "function")  # each run is a pack of its own
@@ -110,7 +109,7 @@ class Sweep:
         Setting, ...
     ] = ()  # each optimizer at the λ of its signature, on the grid or not
     epochs_fixed: bool = False  # more epochs would change the first ones, as a schedule does
-    stop: StopRule = ""  # which runs are ended before their time
+    stop: StopRule = ""  # which runs are ended before their time, judged by `best_by`, a loss
 
     def __post_init__(self) -> None:
         if self.pairs:
@@ -130,10 +129,15 @@ class Sweep:
             raise ValueError(
                 f"Sweep: `seeds` and `lam` must be >= 0, got {self.seeds} and {self.lam}."
             )
-        if self.program not in get_args(Kind) or self.precision not in get_args(Precision):
+        for name, modes in (("program", Kind), ("precision", Precision), ("stop", StopRule)):
+            if (value := getattr(self, name)) not in get_args(modes):
+                raise ValueError(
+                    f"Sweep: `{name}` must be one of {get_args(modes)}, got {value!r}."
+                )
+        if self.stop and not self.best_by.endswith("_loss"):
             raise ValueError(
-                f"Sweep: `program` must be one of {get_args(Kind)} and `precision` one of "
-                f"{get_args(Precision)}, got {self.program!r} and {self.precision!r}."
+                f"Sweep: `best_by` must be a loss where `stop` is given, which looks at no other "
+                f"metric: 'test_loss', say; got {self.best_by!r}."
             )
 
     def _set(self, name: str, values: Iterable[Any]) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -23,7 +24,12 @@ from torch import nn
 
 from wngrad.lab.train import seeding
 from wngrad.lab.train.cuda_stats import StepMemory, synchronize
-from wngrad.lab.train.evaluation import evaluation, to_train
+from wngrad.lab.train.evaluation import (
+    batch_norms,
+    evaluation,
+    has_test_weights,
+    to_train,
+)
 from wngrad.lab.train.naming import parse
 from wngrad.lab.train.spec import Lane
 
@@ -78,14 +84,15 @@ class Trial:
                 what held before training, which sensitivity and usable decades are measured from.
             loss: on validation data; λ is chosen by it. NaN: the run has diverged.
             metrics: others on validation data (`accuracy=`, from 0 to 1); `train_loss=`; and
-                `test_loss=`, `test_accuracy=`, … on test data, by which nothing is chosen.
+                `test_loss=`, `test_accuracy=`, … on test data, by which nothing is chosen. More is
+                better, unless a word of the name says otherwise, as `error=` or `word_error_rate=`.
 
         Raises:
             ValueError: `step` does not grow, a value is no number, or a metric is not always there.
         """
         values = {_key(name): _number(name, v) for name, v in {"loss": loss, **metrics}.items()}
         last = self.steps[-1] if self.steps else -1
-        if isinstance(step, bool) or not isinstance(step, int) or step <= last:
+        if isinstance(step, bool) or not isinstance(step, Integral) or step <= last:
             raise ValueError(f"report: `step` must be an integer > {last}, got {step!r}.")
         if self.steps and values.keys() != self.curves.keys():
             raise ValueError(
@@ -96,7 +103,7 @@ class Trial:
             self.start = values
         else:
             self._time(step, max(last, 0))
-            self.steps.append(step)
+            self.steps.append(int(step))
             for name, value in values.items():
                 self.curves.setdefault(name, []).append(value)
         self._told = False
@@ -149,11 +156,15 @@ class Trial:
             model: to be switched to `eval` and back.
             batches: inputs from the training data, for which `model(batch)` works: where the
                 tested weights are not the trained ones, they give batch normalization's statistics.
+
+        Raises:
+            ValueError: there are no `batches`, and such statistics would be of other weights.
         """
+        many = None if batches is None else list(batches)
+        self._check_statistics(model, many)
         synchronize(self.device)  # training that is still queued is not the test's
         self.memory.end()
         self._test_began = time.perf_counter()
-        many = None if batches is None else list(batches)
 
         def recompute() -> None:
             assert model is not None
@@ -170,6 +181,17 @@ class Trial:
             self.memory.begin()
         if not self._told:
             self._tell()
+
+    def _check_statistics(self, model: nn.Module | None, batches: list[Any] | None) -> None:
+        if batches or model is None or not batch_norms(model):
+            return
+        if any(map(has_test_weights, self.optimizers)):
+            raise ValueError(
+                f"evaluating: `batches` must be some training data for a model with batch "
+                f"normalization, as its statistics belong to the weights that are trained and "
+                f"{self.name} tests others, got {'None' if batches is None else 'none'}: "
+                f"trial.evaluating(model, batches)."
+            )
 
     def _test_time(self) -> float:
         """Of the test that is going on; 0 if there is none."""

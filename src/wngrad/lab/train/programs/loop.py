@@ -155,6 +155,8 @@ class LoopRun(Run):
 
     def _test(self) -> dict[str, list[float]]:
         seed_all(self.lane.seed, self.epoch, 2**32 - 1)
+        for loader in (self.train, *self.sets.values()):
+            _reseed(loader, self.epoch, torch.initial_seed())
         with evaluation(self.model, [self.opt], self._recompute):
             return {
                 f"{part}_{name}": [value]
@@ -246,11 +248,21 @@ def _size(batch: Any) -> int:
 
 
 def _reseed(loader: Any, epoch: int, seed: int) -> None:
-    """Put generators that a loader has of its own where they are at the start of every epoch."""
-    sampler = getattr(loader, "sampler", None)
-    for each in (loader, sampler):
-        generator = getattr(each, "generator", None)
-        if isinstance(generator, torch.Generator):
+    """Seed the generators that a loader has of its own, and tell its samplers the epoch."""
+    for part in _parts(loader):
+        if isinstance(generator := getattr(part, "generator", None), torch.Generator):
             generator.manual_seed(seed)
-    if (set_epoch := getattr(sampler, "set_epoch", None)) is not None:
-        set_epoch(epoch)
+        if (set_epoch := getattr(part, "set_epoch", None)) is not None:
+            set_epoch(epoch)
+
+
+def _parts(loader: Any) -> list[Any]:
+    """A loader, its samplers, and theirs, each once: a batch sampler draws from another."""
+    parts, waiting = list[Any](), [loader]
+    while waiting:
+        part = waiting.pop()
+        if part is None or any(part is each for each in parts):
+            continue
+        parts.append(part)
+        waiting += [getattr(part, name, None) for name in ("sampler", "batch_sampler")]
+    return parts
