@@ -61,6 +61,13 @@ class WritesGradients(Plain):
         p.sub_(g.mul_(lr))
 
 
+class ClipsGradients(Plain):
+    """It writes into gradients, but into large ones alone."""
+
+    def update(self, p, g, lr):
+        p.sub_(lr * g.clamp_(-1, 1))
+
+
 class DividesByTheFirstNorm(Plain):
     def update(self, p, g, lr):
         norm = self.state[p].setdefault("norm", g.norm())

@@ -16,7 +16,7 @@ from wngrad import conformance
 from wngrad.conformance import PROBES, Failed, NotApplicable, check, light_probes
 from wngrad.conformance.__main__ import main
 from wngrad.conformance.peers import EVERYONE, PROFILES, Profile
-from wngrad.conformance.runner import WARM, Outcome, judged, run_probes
+from wngrad.conformance.runner import WARM, Outcome, Warm, judged, run_probes
 from wngrad.conformance.table import BEGIN, END, Row, markdown, parse, record, show
 
 ROOT = Path(__file__).parents[1]
@@ -173,6 +173,26 @@ def test_an_optimizer_that_stops_its_watcher_is_a_row_too():
     assert after.status == "pass"
 
 
+def test_a_watcher_that_has_died_between_probes_is_started_anew(monkeypatch):
+    registered = []
+    monkeypatch.setattr("wngrad.conformance.runner.atexit.register", registered.append)
+    # Instead of one that loads torch: it answers any job at once.
+    code = """
+import sys
+for line in sys.stdin:
+    print(0, flush=True)
+    print('{"status": "pass"}', flush=True)
+"""
+    monkeypatch.setattr("wngrad.conformance.runner.SERVE", code)
+    warm = Warm()
+    for _ in range(3):
+        assert warm.run("broken:Plain", None, "made", seconds=30).status == "pass"
+        warm._process.kill()
+        warm._process.wait()
+    warm.close()
+    assert registered == [warm.close]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_processes_in_sessions_of_their_own_do_not_outlive_their_probe(tmp_path):
     file = tmp_path / "children"
@@ -232,6 +252,17 @@ def test_the_command_line_prints_a_table_and_json(capsys, tmp_path):
     assert page.read_text().endswith("The end.\n")
 
 
+def test_a_class_that_is_called_as_an_emoji_keeps_its_name(capsys):
+    show(Row("zoo:Tiger", [Outcome("made", "pass")]))
+    assert capsys.readouterr().out.startswith("zoo:Tiger: 1 pass")
+
+
+def test_a_gradient_that_is_clipped_in_place_is_found():
+    (outcome,) = run_probes("broken:ClipsGradients", None, ["gradients untouched"])
+    assert outcome.status == "fail"
+    assert outcome.detail == "a step writes into p.grad if gradients are large"
+
+
 def test_nothing_failed_is_exit_code_zero_and_kwargs_are_passed_on(capsys):
     assert main(["broken:NeedsArgument", "--kwargs", '{"total_steps": 9}', "--only=made"]) == 0
     assert "NeedsArgument(params, total_steps=9)" in capsys.readouterr().out
@@ -271,6 +302,12 @@ def test_the_probes_are_listed_and_explained(capsys):
         (["torch.optim:SGD(0.1)"], "must be module:Class"),
         (["torch.optim:SGD(lr=x)"], "must be module:Class"),
         (["torch.optim:SGD", "--only=spelling"], "no probe is called spelling"),
+        (["torch.optim:SGD", "--only=made", "--skip=made"], "--only and --skip leave no probe"),
+        (["torch.optim:SGD", "--timeout=-1"], "--timeout must be > 0, got -1"),
+        (["torch.optim:SGD", "--json=no/such/file.json"], "--json must be a file in a folder"),
+        (["torch.optim:SDG"], "torch.optim has no SDG, got torch.optim:SDG."),
+        (["no_such_module:SGD"], "no module is called no_such_module, got"),
+        (["torch.no_such:SGD"], "no module is called torch.no_such, got"),
         (["torch.optim:SGD", "--kwargs=[1]"], "--kwargs must be a JSON object"),
         (["torch.optim:SGD", "--kwargs={"], "Expecting property name"),
         (["torch.optim:SGD", "--markdown=no/such/page.md"], "No such file"),

@@ -25,8 +25,17 @@ from wngrad.conformance.registry import Probe
 from wngrad.conformance.runner import PROBES, WARM, Outcome, run_probes
 from wngrad.conformance.verdicts import Failed, NotApplicable
 
-__all__ = ["PROBES", "Check", "Failed", "NotApplicable", "Outcome", "Probe", "all_probes", "check"]
-__all__ += ["light_probes"]
+__all__ = [
+    "PROBES",
+    "Check",
+    "Failed",
+    "NotApplicable",
+    "Outcome",
+    "Probe",
+    "all_probes",
+    "check",
+    "light_probes",
+]
 
 
 @dataclass(frozen=True, slots=True)

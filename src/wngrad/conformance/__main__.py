@@ -7,6 +7,8 @@ import json
 import os
 import shlex
 import sys
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         names, jobs = _chosen(options.only, options.skip), _jobs(options)
-        if options.markdown is not None:
-            halves(Path(options.markdown))
+        _check(options)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     rows = []
@@ -59,6 +60,35 @@ def _jobs(options: argparse.Namespace) -> list[tuple[str, str, str, dict[str, An
     return jobs
 
 
+def _check(options: argparse.Namespace) -> None:
+    """Refuse now what would fail when all probes have run."""
+    if options.timeout is not None and not options.timeout > 0:
+        raise ValueError(f"--timeout must be > 0, got {options.timeout:g}.")
+    if options.markdown is not None:
+        halves(Path(options.markdown))
+    if options.json not in (None, "-") and not Path(options.json).absolute().parent.is_dir():
+        raise ValueError(f"--json must be a file in a folder that is there, got {options.json}.")
+    for text in options.optimizers:
+        _find(parse(text)[0])
+
+
+def _find(target: str) -> None:
+    """Refuse a module or a class that is not there; the probes say what else is wrong with it."""
+    module, _, name = target.partition(":")
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as error:
+        if f"{module}.".startswith(f"{error.name}."):
+            raise ValueError(f"no module is called {error.name}, got {target}.") from None
+        return
+    except (Exception, SystemExit):
+        return
+    try:
+        attrgetter(name)(found)
+    except AttributeError:
+        raise ValueError(f"{module} has no {name}, got {target}.") from None
+
+
 def _watched(text: str, target: str, kwargs: Any, names: list[str], timeout: Any) -> list[Outcome]:
     """The outcomes, counted on the terminal as they come."""
     outcomes = []
@@ -82,9 +112,12 @@ def _chosen(only: list[str], skip: list[str]) -> list[str]:
             raise ValueError(f"no probe is called {', '.join(sorted(unknown))}; see --list.")
         return {one for name in chosen for one in kinds.get(name, [name])}
 
-    wanted = names(only) or set(PROBES)
-    unwanted = names(skip)
-    return [name for name in PROBES if name in wanted and name not in unwanted]
+    chosen = [
+        name for name in PROBES if name in (names(only) or PROBES) and name not in names(skip)
+    ]
+    if not chosen:
+        raise ValueError("--only and --skip leave no probe.")
+    return chosen
 
 
 def _parser() -> argparse.ArgumentParser:

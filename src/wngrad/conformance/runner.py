@@ -35,6 +35,7 @@ Status = Literal["pass", "fail", "not applicable", "not run"]
 LARGEST = 64 << 20  # bytes of any file a probe may write, what it prints included
 MEMORY = 4 << 30  # bytes that each process of a probe may take beyond what torch has taken
 LOADING = 600.0  # seconds for the process that loads torch
+SERVE = "from wngrad.conformance.runner import serve; serve()"
 MARGIN = 60.0  # seconds beyond a probe's own for its process to be stopped and the result told
 
 
@@ -60,6 +61,7 @@ class Warm:
         self._process: subprocess.Popen[bytes] | None = None
         self._child = 0  # the number of the process of the probe that is running
         self._rest = b""  # what was read beyond a line
+        atexit.register(self.close)
 
     def run(
         self,
@@ -100,22 +102,24 @@ class Warm:
         return line
 
     def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is not None:
+            self.close()  # it has been killed since the last probe
         if self._process is None:
-            code = "from wngrad.conformance.runner import serve; serve()"
             alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
             self._rest = b""
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
+                [sys.executable, "-c", SERVE],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=os.environ | alone,  # A process with threads cannot be forked safely.
             )
-            atexit.register(self.close)
         return self._process
 
     def close(self) -> None:
         process, self._process = self._process, None
-        left = processes.descendants(process.pid) if process is not None else []
+        # One that has ended has no descendants, and another may have its number by now.
+        alive = process is not None and process.poll() is None
+        left = processes.descendants(process.pid) if process is not None and alive else []
         if process is not None:
             process.kill()
             with contextlib.suppress(BrokenPipeError):

@@ -68,7 +68,7 @@ def show(row: Row) -> None:
         for status, name, detail in lines:
             print(f"  {MARKS[status]} {name:<30}{detail or status}")
         return
-    console = Console()
+    console = Console(emoji=False)  # a class may be called as one: zoo:Tiger
     console.print(title, markup=False, highlight=False, soft_wrap=True)
     table = Table(show_header=False, box=None)
     colours = {"pass": "green", "fail": "red", "not applicable": "dim", "not run": "dim"}

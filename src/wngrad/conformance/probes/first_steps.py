@@ -6,10 +6,12 @@ import os
 import sys
 import tempfile
 import warnings
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wngrad.conformance.compare import apart, copies, finite, same
@@ -73,21 +75,22 @@ def unused_parameters(make: Subject) -> None:
 
 @probe("gradients untouched")
 def gradients_untouched(make: Subject) -> None:
-    model = network()
     before: list[Tensor] = []
 
-    def watched() -> Tensor:
-        loss = batch(model, 2)()
+    def watched(model: nn.Module, scale: float) -> Tensor:
+        loss = batch(model, 2, scale)()
         before[:] = copies(p.grad for p in model.parameters() if p.grad is not None)
         return loss
 
-    for options in make.options():
+    for options, scale in product(make.options(), (1.0, 1e4)):  # the latter for those who clip
+        model = network()
         opt = make(model.parameters(), **options)
         train(make, model, opt, 2)
-        make.step(opt, watched)
+        make.step(opt, partial(watched, model, scale))
         for p, g in zip(model.parameters(), before, strict=True):
             if p.grad is None or not torch.equal(p.grad, g):
-                raise Failed(f"a step writes into p.grad{' with weight decay' * bool(options)}")
+                how = " with weight decay" * bool(options) + " if gradients are large" * (scale > 1)
+                raise Failed(f"a step writes into p.grad{how}")
 
 
 @probe("zero first gradient")
