@@ -1,6 +1,6 @@
 """The rule and the move: views whose norms are known get their new b, and step.
 
-Views for which the rule and the move are the same expressions are a `Kind`. The rule is one
+Views for which the rule and the move are the same expressions are a `RuleBatch`. The rule is one
 expression for all their blocks, put end to end; the move one operation over a list.
 """
 
@@ -51,7 +51,7 @@ class Item:
     view: View
     u: Tensor | None  # what the rule measures, if it is kept for the move
     buffers: dict[str, Tensor]  # as `Direction.propose` has made them
-    sq: Tensor  # ‖u‖² of its blocks; after `_Batch.kinds`, of those it shares them with, too
+    sq: Tensor  # ‖u‖² of its blocks; after `_Batch.rule_batches`, of those it shares them with, too
     b: Tensor  # what b starts from
 
     @property
@@ -80,7 +80,7 @@ class _Move:
         return _Move(*parts)  # type: ignore[arg-type]
 
 
-class Kind:
+class RuleBatch:
     """Views that one vectorized call of the rule updates, and that move by the same operations."""
 
     def __init__(self, items: list[Item], bounded: bool) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wngrad.optim import blocks, checks, lists, move, orthogonal_sharded, sharded
 from wngrad.optim.directions import Direction
-from wngrad.optim.move import Item, Kind, gradient, traced, working
+from wngrad.optim.move import Item, RuleBatch, gradient, traced, working
 from wngrad.optim.orthogonal_sharded import Shard, is_cut
 from wngrad.optim.views import SharedBlocks, View, rows
 
@@ -34,13 +34,13 @@ def plain_step(
     _refuse_differentiable_cuts(owner, units)
     for batch in _batches(units):
         batch.measure()
-        kinds = batch.kinds()
-        _refuse_nonfinite(owner, kinds)
+        parts = batch.rule_batches()
+        _refuse_nonfinite(owner, parts)
         if before_moving is not None:
             before_moving()
             before_moving = None
-        for kind in kinds:
-            kind.move()
+        for part in parts:
+            part.move()
     if before_moving is not None:
         before_moving()
 
@@ -48,27 +48,32 @@ def plain_step(
 # ------------------------------------------------------------------------------- batches
 
 
-def _batches(units: list[SharedBlocks]) -> Iterator[_Batch]:
+def _batches(units: list[SharedBlocks]) -> Iterable[_Batch]:
     """Units that go from norm to move together."""
     if not units:
-        return
+        return []
     if any(traced(unit) for unit in units):
-        # A compiler needs no help: nothing is put together, nothing is cut.
-        raises = any(unit.settings.nonfinite == "raise" for unit in units)
-        for part in [units] if raises else [[unit] for unit in units]:
-            yield _Batch(part, bounded=True)
-        return
+        return _traced_batches(units)
     if sum(view.p.numel() for unit in units for view in unit.members) <= move.SMALL:
-        yield _Batch(units, bounded=True)
-        return
+        return [_Batch(units, bounded=True)]
     sizes = _sizes(units)
     if any(size > 1 for size in sizes):
         units = [piece for unit in units for piece in _pieces(unit)]
         sizes = _sizes(units)
     if any(unit.settings.nonfinite == "raise" or _between_ranks(unit) for unit in units):
         # Every norm is asked for before anything moves, or ranks are asked once for all.
-        yield _Batch(units, bounded=False)
-        return
+        return [_Batch(units, bounded=False)]
+    return _full_batches(units, sizes)
+
+
+def _traced_batches(units: list[SharedBlocks]) -> list[_Batch]:
+    """A compiler needs no help: nothing is put together, nothing is cut."""
+    raises = any(unit.settings.nonfinite == "raise" for unit in units)
+    return [_Batch(part, bounded=True) for part in ([units] if raises else ([u] for u in units))]
+
+
+def _full_batches(units: list[SharedBlocks], sizes: list[float]) -> Iterator[_Batch]:
+    """As many units as fill a batch; a larger one is a batch by itself."""
     batch: list[SharedBlocks] = []
     room = 0.0  # the share of a batch that is full
     for unit, share in zip(units, sizes, strict=True):
@@ -134,7 +139,7 @@ class _Batch:
         for part in entries.values():
             _square(part)
 
-    def kinds(self) -> list[Kind]:
+    def rule_batches(self) -> list[RuleBatch]:
         """Views for which the rule is one expression, with what they are about to do."""
         items: list[Item] = []
         sums = _over_ranks(self._items)
@@ -146,7 +151,7 @@ class _Batch:
         alike: dict[Any, list[Item]] = {}
         for i, item in enumerate(items):
             alike.setdefault(i if self._traced else item.kind, []).append(item)
-        return [Kind(part, self._bounded) for part in alike.values()]
+        return [RuleBatch(part, self._bounded) for part in alike.values()]
 
 
 def _square(items: list[Item]) -> None:
@@ -261,12 +266,12 @@ def _refuse_differentiable_cuts(owner: str, units: list[SharedBlocks]) -> None:
                 )
 
 
-def _refuse_nonfinite(owner: str, kinds: Iterable[Kind]) -> None:
-    asked = [kind for kind in kinds if kind.settings.nonfinite == "raise"]
+def _refuse_nonfinite(owner: str, parts: Iterable[RuleBatch]) -> None:
+    asked = [part for part in parts if part.settings.nonfinite == "raise"]
     if not asked:
         return
-    params = [p for kind in asked for p in kind.params]
-    counts = sharded.over_ranks([bad for kind in asked for bad in kind.bad()], params)
+    params = [p for part in asked for p in part.params]
+    counts = sharded.over_ranks([bad for part in asked for bad in part.bad()], params)
     for count, p in zip(counts, params, strict=True):
         if count:
             checks.refuse_nonfinite(owner, p, count)

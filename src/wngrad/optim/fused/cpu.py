@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wngrad.optim.fused import library, records
-from wngrad.optim.fused.layout import Layout, layout
+from wngrad.optim.fused.layout import RowLayout, layout
 from wngrad.optim.fused.method import Method, Unit
 from wngrad.optim.fused.records import Refused, address
 
@@ -105,7 +105,7 @@ def _function() -> Any:
     return step
 
 
-def _tables(units: list[Unit], layouts: list[list[Layout]]) -> list[Any]:
+def _tables(units: list[Unit], layouts: list[list[RowLayout]]) -> list[Any]:
     """Parameters, who of them share their b, and the b of those without a gradient."""
     parameters: list[tuple[int, ...]] = []
     shared: list[tuple[int, ...]] = []
@@ -139,7 +139,7 @@ class _Work(NamedTuple):
         return [records.table(k, rows) for k, rows in zip(kinds, self[:3], strict=True)]
 
 
-def _work(layouts: list[list[Layout]]) -> _Work:
+def _work(layouts: list[list[RowLayout]]) -> _Work:
     """Cut alike for any number of threads, so that they cannot change a sum."""
     rows: list[tuple[int, ...]] = []
     pieces: list[tuple[int, ...]] = []

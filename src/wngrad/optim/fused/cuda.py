@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wngrad.optim.fused.method import Method, Unit
 from wngrad.optim.fused.records import DTYPES, Refused
-from wngrad.optim.fused.tables import Batch, SplitStep, Table
+from wngrad.optim.fused.tables import LaunchBatch, SplitStep, Table
 from wngrad.optim.fused.tiling import Tiling
 
 
@@ -38,7 +38,7 @@ class Launch:
 
         from wngrad.optim.fused import kernel, kernel_split
 
-        self.batch = batch = Batch(method, tiling, units)
+        self.batch = batch = LaunchBatch(method, tiling, units)
         self.kernel, self.split, self.method, self.tiling = kernel, kernel_split, method, tiling
         self._index = None if index == list(range(len(words))) else index
         self._given = given

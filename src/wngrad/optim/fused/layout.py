@@ -20,7 +20,7 @@ class _Dim(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RowLayout:
     """`rows` blocks of `length` elements each."""
 
     rows: int
@@ -55,13 +55,13 @@ def tensors(view: View) -> tuple[Tensor | None, ...]:
     return view.p, view.g, *buffers, *missing, view.buffers.get(AVERAGE)
 
 
-def layout(view: View) -> Layout:
+def layout(view: View) -> RowLayout:
     """The rows of a view that `fits` the kernels."""
     dims, rows, length = _dims(view), view.b.numel(), view.p.numel() // max(1, view.b.numel())
     if not rows * length:
-        return Layout(rows, 0, (), ())
+        return RowLayout(rows, 0, (), ())
     kept, summed = _sorted_out(dims, view)
-    return Layout(rows, length, _merged(kept), _merged(summed))
+    return RowLayout(rows, length, _merged(kept), _merged(summed))
 
 
 def fits(view: View) -> bool:

@@ -16,10 +16,10 @@ from wngrad.optim.fused.products import (
     NEARLY_SQUARE,
     SMALL,
     WIDTH_OF_SUMS,
-    Batch,
     Blocks,
     Launch,
     Matrix,
+    MatrixBatch,
     Products,
     Workspace,
 )
@@ -105,7 +105,7 @@ def stages(sources: Sequence[Source], skip: bool, words: Words) -> list[Stage]:
     return [Stage(part, batch, workspace, skip, words) for part, batch in parts]
 
 
-def _batch(sources: list[Source], blocks: Blocks, steps: bool, device: torch.device) -> Batch:
+def _batch(sources: list[Source], blocks: Blocks, steps: bool, device: torch.device) -> MatrixBatch:
     matrices: list[Matrix] = []
     for source, start in zip(sources, _starts(sources), strict=True):
         count, rows, columns = source.sizes
@@ -113,7 +113,7 @@ def _batch(sources: list[Source], blocks: Blocks, steps: bool, device: torch.dev
         for k in range(count):
             place = (source.m + k * size * source.dtype.itemsize, source.gradient, k * size)
             matrices.append(Matrix(*place, rows, columns, source.group, scale, start + k * size))
-    return Batch(matrices, blocks, steps, device)
+    return MatrixBatch(matrices, blocks, steps, device)
 
 
 def _starts(sources: list[Source]) -> list[int]:
@@ -150,7 +150,7 @@ class Stage:
     def __init__(
         self,
         sources: list[Source],
-        batch: Batch,
+        batch: MatrixBatch,
         workspace: Workspace,
         skip: bool,
         words: Words,

@@ -63,7 +63,7 @@ LARGE_SIDE = 1024  # from which on a matrix is large
 NEARLY_SQUARE = 1.3  # the longer side over the shorter up to which X is stepped itself
 
 
-class Batch:
+class MatrixBatch:
     """Matrices that are worked on together, with padding, and the tables of their tiles.
 
     Args:
@@ -154,11 +154,11 @@ def _repeated(starts: list[int], device: torch.device) -> Tensor:
 class Workspace:
     """Memory that one batch after another works in."""
 
-    def __init__(self, batches: Sequence[Batch]) -> None:
+    def __init__(self, batches: Sequence[MatrixBatch]) -> None:
         size = max(sum(batch.sizes) for batch in batches)
         self._memory = torch.empty(size, dtype=torch.float16, device=batches[0].device)
 
-    def of(self, batch: Batch) -> list[Tensor]:
+    def of(self, batch: MatrixBatch) -> list[Tensor]:
         """X, its successor, and squares."""
         return list(torch.split(self._memory[: sum(batch.sizes)], batch.sizes))
 
@@ -190,7 +190,7 @@ class Launch:
 class Products:
     """X → U of a batch, in the workspace's memory: from `x` to `u`."""
 
-    def __init__(self, batch: Batch, workspace: Workspace) -> None:
+    def __init__(self, batch: MatrixBatch, workspace: Workspace) -> None:
         from wngrad.optim.fused import kernel_matrices as kernel
 
         self._kernel, self._batch = kernel, batch

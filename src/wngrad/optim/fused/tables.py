@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wngrad.optim.fused.layout import Layout, layout, tensors
+from wngrad.optim.fused.layout import RowLayout, layout, tensors
 from wngrad.optim.fused.method import Method, Unit
 from wngrad.optim.fused.records import address
 from wngrad.optim.fused.tiling import Tiling
@@ -56,7 +56,7 @@ class _Row(NamedTuple):
 
     unit: Unit
     view: View
-    layout: Layout
+    layout: RowLayout
     kind: int
     pieces: int  # of each row
     tiles: int
@@ -66,7 +66,7 @@ class _Row(NamedTuple):
         return self.layout.rows * self.pieces
 
 
-class Batch:
+class LaunchBatch:
     """Parameters that step in one launch or, where rows are cut or shared, in three."""
 
     def __init__(self, method: Method, tiling: Tiling, units: list[Unit]) -> None:
@@ -105,7 +105,7 @@ def _row(unit: Unit, view: View, tiling: Tiling) -> _Row:
     return _Row(unit, view, shape, kind, pieces, -(-shape.rows * pieces // at_once))
 
 
-def _kind(view: View, shape: Layout, tile: int) -> int:
+def _kind(view: View, shape: RowLayout, tile: int) -> int:
     """The shape of a parameter's tiles, and the width of its loads."""
     from wngrad.optim.fused.kernel import LOOSE, STRIDED
 
