@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 import warnings
 
 import jax
@@ -19,6 +20,7 @@ import paper
 from conftest import jax_in_float64
 from wngrad import EvaluationError, gradient_descent, minimize, scipy_method
 from wngrad.batch import Status
+from wngrad.batch.descent import StartError
 from wngrad.problems import ZOO, logistic, quadratic, styblinski_tang
 
 BOWL = quadratic((1.0, 3.0, 10.0))
@@ -663,3 +665,94 @@ def test_scipy_gets_a_result_where_f_is_none_at_the_start(value):
     assert np.array_equal(res.x, BOWL.x0)
     assert not math.isfinite(res.fun)
     assert "must be finite at `x0`" in res.message
+
+
+def in_place(x):
+    """‖x − 1‖², worked out in the memory of x, as scipy allows."""
+    x -= 1
+    return x @ x, 2 * x
+
+
+@pytest.mark.parametrize("array", [np.asarray, torch.tensor])
+def test_a_function_may_work_on_its_x_in_place(array):
+    x0 = array([0.0, 3.0])
+    res = minimize(in_place, x0, jac=True)
+    assert res.success
+    assert res.x.tolist() == pytest.approx([1.0, 1.0], abs=1e-4)
+    assert x0.tolist() == [0.0, 3.0]
+    apart = minimize(lambda x: in_place(x)[0], x0, jac=lambda x: in_place(x)[1])
+    assert apart.x.tolist() == res.x.tolist()
+    assert apart.fun == res.fun
+
+
+# ---------------------------------------------------------------- what a second review found
+
+
+def test_complex_steps_of_a_number_are_those_of_an_array():
+    res = minimize(lambda x: (x - 2) ** 2, 5.0, jac="cs")
+    assert res.success
+    assert res.x == pytest.approx(2.0, abs=1e-4)
+    assert res.x.shape == ()
+
+
+@pytest.mark.parametrize("size", [1e20, 1e-24])
+def test_float32_gradients_of_every_kind_are_squared_in_float64(size):
+    for x0 in (np.ones(3, np.float32), torch.ones(3), jnp.ones(3)):
+        jac = (lambda x: np.full(3, size, np.float32)) if isinstance(x0, np.ndarray) else None
+        res = minimize(lambda x: size * x.sum(), x0, jac=jac, tol=0.0, max_steps=2)
+        assert res.start.sq_norm == pytest.approx(3 * size**2, rel=1e-6)
+        assert res.status is Status.STEP_LIMIT
+
+
+@pytest.mark.parametrize("x0", [torch.tensor([5.0]), jnp.asarray([5.0])])
+def test_autograd_takes_an_array_of_one_element_for_f(x0):
+    assert minimize(lambda x: (x - 2.0) ** 2, x0, tol=1e-6).x.tolist() == pytest.approx(
+        [2], abs=1e-3
+    )
+
+
+def test_the_first_b_is_what_was_asked_for_where_the_gradient_is_zero():
+    assert minimize(BOWL.f, np.zeros(3), jac=BOWL.grad, b_init=5.0).b == 5.0
+    assert gradient_descent(BOWL.f, np.zeros(3), jac=BOWL.grad, step=0.25).b == 4.0
+    for b_init in ("gradient", "lipschitz"):
+        assert minimize(BOWL.f, np.zeros(3), jac=BOWL.grad, b_init=b_init).b == 1.0
+
+
+def test_gradient_descent_names_its_own_arguments():
+    for name in ("b_init", "method"):
+        with pytest.raises(TypeError, match=f"gradient_descent: `{name}` must not be given"):
+            gradient_descent(BOWL.f, BOWL.x0, jac=BOWL.grad, step=0.1, **{name: 3.0})
+    with pytest.raises(ValueError, match=r"gradient_descent: `step` .*must be > 0.*got 1e-310"):
+        gradient_descent(BOWL.f, BOWL.x0, jac=BOWL.grad, step=1e-310)
+
+
+def test_errors_go_from_one_process_to_another():
+    def fail(xk):
+        raise OSError("disk gone")
+
+    with pytest.raises(EvaluationError) as info:
+        bowl(callback=fail)
+    copy = pickle.loads(pickle.dumps(info.value))
+    assert str(copy) == str(info.value)
+    assert np.array_equal(copy.result.x, info.value.result.x)
+    with pytest.raises(StartError) as info:
+        minimize(lambda x: math.nan, BOWL.x0, jac=BOWL.grad)
+    copy = pickle.loads(pickle.dumps(info.value))
+    assert str(copy) == str(info.value)
+    assert np.array_equal(copy.point.x, BOWL.x0)
+
+
+def test_a_run_whose_f_is_nan_at_its_last_point_says_so():
+    """f is evaluated at the ends alone: nobody knows which point is the last good one."""
+    f = lambda x: float(x @ x) if x[0] > 0.9 else math.nan  # noqa: E731
+    res = minimize(f, [1.0, 2.0], jac=lambda x: 2 * x, b_init=20.0, max_steps=50)
+    assert res.status is Status.NOT_FINITE
+    assert math.isnan(res.fun)
+    assert res.message == "f is not finite at x, though ∇f and b are."
+    cert = res.certify(lipschitz=2.0, f_star=0.0)
+    assert not any("f(x_k)" in text for text in cert.verified)
+    assert any("f(x)" in text for text in cert.not_claimed)
+    assert any("below f*" in text for text in res.certify(lipschitz=2.0, f_star=9.0).refuted)
+    traced = minimize(f, [1.0, 2.0], jac=lambda x: 2 * x, b_init=20.0, trace=True)
+    assert "x is the last good one" in traced.message
+    assert math.isfinite(traced.fun)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wngrad.batch.arrays import finite_difference_gradient
-from wngrad.problems import ZOO
+from wngrad.problems import ZOO, quadratic
 
 names = st.sampled_from(sorted(ZOO))
 seeds = st.integers(0, 10**6)
@@ -79,3 +79,10 @@ def test_mccormick_has_no_lower_bound():
     p = ZOO["mccormick"]()
     assert p.f(np.array([-1e6, -1e6])) < -1e5
     assert p.f_star is None
+
+
+@pytest.mark.parametrize("spectrum", [(-5.0, 1.0), (np.nan, 1.0), (np.inf,), ()])
+def test_a_quadratic_that_is_no_bowl_is_refused(spectrum):
+    """A negative eigenvalue: neither f* nor `convex` would be true, and L would be too small."""
+    with pytest.raises(ValueError, match="quadratic: `spectrum` must hold finite numbers >= 0"):
+        quadratic(spectrum)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import typing
 
 import numpy as np
 import pytest
@@ -237,3 +238,46 @@ def test_a_b_that_overflows_ends_the_run_at_the_last_good_point():
         minimize_stochastic(
             lambda x, rng: np.full(1, 1e100), [1.0], steps=9, b_init=("gradient", 1e250)
         )
+
+
+def test_an_oracle_may_work_on_its_x_in_place():
+    def ours(x, rng):
+        x -= 3
+        return 2 * x
+
+    def value(x):
+        x -= 3
+        return x @ x
+
+    plain = minimize_stochastic(lambda x, rng: 2 * (x - 3), [0.0, 1.0], steps=50)
+    res = minimize_stochastic(ours, [0.0, 1.0], steps=50, f=value)
+    assert np.array_equal(res.x, plain.x)
+    assert np.array_equal(res.x_mean, plain.x_mean)
+    assert res.fun == float((plain.x - 3) @ (plain.x - 3))
+
+
+def test_f_may_return_an_array_of_one_element():
+    value = lambda x: np.array([x @ x])  # noqa: E731
+    res = minimize_stochastic(noisy, [0.0], steps=3, f=value, tol=-1.0)
+    assert res.fun == float(res.x @ res.x)
+    with pytest.raises(EvaluationError, match="minimize_stochastic: `f` must return one number"):
+        minimize_stochastic(noisy, [0.0, 1.0], steps=3, f=lambda x: x)
+
+
+@pytest.mark.parametrize(("name", "value"), [("b_init", 3.0), ("method", "adagrad-norm")])
+def test_a_schedule_goes_with_no_way_to_learn_the_rate(name, value):
+    rate = schedules.inverse(1.0)
+    with pytest.raises(ValueError, match=f"minimize_stochastic: `{name}` must not be given with"):
+        minimize_stochastic(noisy, [0.0], steps=3, schedule=rate, **{name: value})
+
+
+def test_the_types_admit_what_the_function_admits():
+    hints = typing.get_type_hints(minimize_stochastic)
+    assert typing.get_args(hints["method"]) == ("wngrad", "adagrad-norm")
+    assert "lipschitz" not in str(hints["b_init"])
+
+
+def test_what_the_docs_refer_to_is_exported():
+    from wngrad import batch
+
+    assert {"bounds", "schedules", "weightnorm"} <= set(batch.__all__)

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from wngrad import minimize, minimize_stochastic
-from wngrad.batch import bounds
+from wngrad import gradient_descent, minimize, minimize_stochastic
+from wngrad.batch import Claim, bounds
+from wngrad.cli import certify_figure
 from wngrad.problems import (
     ZOO,
     Problem,
@@ -373,6 +374,126 @@ def test_a_certificate_prints_both_sides_and_what_it_took_on_trust():
     assert "converged" not in text
 
 
+# ---------------------------------------------------------------- what rounding may do
+
+
+def away(center, curve, start, sign=1.0, **options):
+    """curve·‖x − center‖²/2 from center + start; its gradient times a sign."""
+    return minimize(
+        lambda x: float(curve * ((x - center) ** 2).sum() / 2), center + np.asarray(start),
+        jac=lambda x: sign * curve * (x - center), trace=True, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("center", [0.0, 1e3, 1e6, 1.7e9])
+@pytest.mark.parametrize("curve", [1e-9, 1.0, 1e3])
+def test_far_from_the_origin_every_claim_still_holds(center, curve):
+    """There f moves by ‖∇f‖·ε‖x‖ as x is rounded, which is more than f's own last place."""
+    for seed in range(10):
+        start = 10 ** (seed / 3 - 2) * np.random.default_rng(seed).standard_normal(2)
+        b_init = ("gradient", curve, 2 * curve, 100 * curve)[seed % 4]
+        res = away(center, curve, start, b_init=b_init, tol=1e-9 * curve**2, max_steps=500)
+        cert = res.certify(lipschitz=curve * (1 + 1e-9), f_star=0.0)
+        assert cert.holds, str(cert)
+    res = away(5000.0, 1000.0, [0.05, 0.01], tol=1e-9, b_init=1e5)
+    assert res.certify(lipschitz=1000.0, f_star=0.0).holds
+
+
+def test_a_claim_that_holds_by_its_rounding_alone_shows_it():
+    assert str(Claim("a", 1.0, 2.0, rounding=1e-3)) == "a: 1 ≤ 2"
+    assert str(Claim("a", 2.001, 2.0, rounding=0.002)) == "a: 2.001 ≤ 2 + 0.002 (rounding)"
+    assert str(Claim("a", 3.0, 2.0, rounding=0.002)) == "a: 3 > 2"
+
+
+@pytest.mark.parametrize("center", [0.0, 5e3, 1e6])
+@pytest.mark.parametrize("curve", [1e-12, 1e-3, 1e3])
+def test_a_gradient_that_climbs_is_found_out_anywhere_and_at_any_scale(center, curve):
+    res = away(center, curve, [0.5, 0.1], sign=-1.0, b_init=100 * curve, tol=0.0, max_steps=20)
+    cert = res.certify(lipschitz=curve, f_star=0.0)
+    assert [claim.name[:9] for claim in cert.claims if not claim.holds] == ["Lemma A.1"]
+
+
+def test_the_norm_of_x_in_a_trace_is_checked_against_x():
+    res, known = run()
+    for factor in (1e9, math.nan, math.inf):
+        assert not doctored(res, x_norm=factor * res.trace.x_norm).certify(**known).holds
+
+
+def test_a_gap_below_the_rounding_of_f_leaves_the_theorems_standing():
+    """f − f* is 4.5e-13 where f is −10⁶: as computed, it is nothing, or an ulp."""
+    f = lambda x: float(x @ x) * 1.6e-8 - 1e6  # noqa: E731
+    for method in ("wngrad", "constant"):
+        res = minimize(
+            f, [3e-3, 4e-3], jac=lambda x: 3.2e-8 * x, b_init=1e-7, tol=1e-22, method=method
+        )
+        assert res.nit > 3
+        assert f(np.array([3e-3, 4e-3])) == f(np.zeros(2))
+        cert = res.certify(lipschitz=3.2e-8, f_star=-1e6)
+        assert cert.holds, str(cert)
+
+
+def test_a_run_down_to_a_zero_gradient_has_its_slopes(tmp_path):
+    """The last steps are so short that their squares underflow."""
+    p = ZOO["quadratic"]()
+    res = minimize(p.f, p.x0, jac=p.grad, tol=0.0, trace=True)
+    assert (res.success, res.sq_norm) == (True, 0.0)
+    np.testing.assert_allclose(res.trace.slope[-1], 1.0, rtol=1e-6)
+    cert = res.certify(lipschitz=p.lipschitz, f_star=p.f_star)
+    assert cert.holds, str(cert)
+    certify_figure.draw([("L", res)], "quadratic", 100.0, 0.0, tmp_path / "a.png")  # ε has no log
+    far = minimize(lambda x: abs(x).sum(), [1e160], jac=np.sign, max_steps=3, trace=True)
+    assert far.trace.x_norm[0] == 1e160
+    assert far.certify().holds
+
+
+def test_one_over_l_is_a_step_of_one_over_l_whatever_l():
+    """1/(1/93) is one unit in the last place below 93."""
+    for lipschitz in range(1, 200):
+        p = quadratic((lipschitz,))
+        res = gradient_descent(p.f, [1.0], jac=p.grad, step=1 / lipschitz)
+        cert = res.certify(lipschitz=float(lipschitz), f_star=0.0)
+        assert any("Lemma 2.1" in claim.name for claim in cert.claims), lipschitz
+        assert cert.holds, str(cert)
+    longer = gradient_descent(p.f, [1.0], jac=p.grad, step=1.0001 / lipschitz)
+    assert "above 1/L" in longer.certify(lipschitz=199.0, f_star=0.0).not_claimed[0]
+
+
+@pytest.mark.parametrize("scale", [1e-14, 1.0, 1e14])
+def test_an_f_star_above_f_is_found_out_at_any_scale(scale):
+    p = quadratic((1.0, 3.0))
+    res = minimize(
+        lambda x: scale * p.f(x), [5.0, 5.0], jac=lambda x: scale * p.grad(x),
+        tol=1e-12 * scale**2, trace=True,
+    )  # fmt: skip
+    for run in (res, dataclasses.replace(res, trace=None)):
+        assert run.certify(lipschitz=3 * scale, f_star=0.0).holds
+        cert = run.certify(lipschitz=3 * scale, f_star=1e-6 * scale)
+        assert any("below f*" in text for text in cert.refuted)
+
+
+@pytest.mark.parametrize(
+    ("bound", "known"),
+    [
+        (bounds.theorem_2_3_steps, {"gap": 1.0, "b1": 1.0, "grad_norm": 0.5, "tol": 1.0}),
+        (bounds.theorem_2_3_sq_norm, {"gap": 1.0, "b1": 1e-200, "grad_norm": 0.0, "points": 5}),
+        (bounds.lemma_2_6_b, {"b1": 0.5, "grad_norm": 0.5}),
+        (bounds.lemma_2_5_f, {"f1": 1.0, "b1": 0.5, "grad_norm": 0.5}),
+        (bounds.lemma_2_4_points, {"b1": 0.5, "tol": 1e-200}),
+        (bounds.lemma_2_1_steps, {"gap": 1.0, "delta": 1e-200, "tol": 1e-200}),
+    ],
+)
+def test_a_bound_beyond_every_number_is_infinite(bound, known):
+    assert bound(lipschitz=1e200, **known) == math.inf
+
+
+def test_bounds_of_section_3_are_numbers_too():
+    known = {"grad_floor": 1.0, "diameter": 1e5, "b1": 1.0, "distance": 1.0}
+    assert bounds.theorem_3_1_gap(grad_bound=1e200, k=5, **known) == math.inf
+    for k in (-1, 0):
+        with pytest.raises(ValueError, match=f"lemma_3_3_b: `k` must be > 0, got {k}"):
+            bounds.lemma_3_3_b(grad_floor=1.0, k=k)
+
+
 # ---------------------------------------------------------------- the stochastic theorem
 
 
@@ -398,6 +519,54 @@ def test_a_stochastic_certificate_says_what_it_cannot_claim():
     assert trusted.holds  # E‖g‖² ≤ G² is the caller's word, though single gradients are larger
     assert any("G = 3.2" in text for text in trusted.assumed)
     assert not dataclasses.replace(good, b=1e-9).certify().holds
+
+
+@pytest.mark.parametrize(
+    ("wrong", "part"),
+    [
+        ({"f_star": 1e6}, "below f* = 1e+06"),
+        ({"diameter": 1.0, "distance": 100.0}, "‖x₁ − x*‖ = 100 ≤ D = 1"),
+        ({"grad_bound": 1e-3}, "≤ G = 0.001"),
+        ({"grad_floor": 100.0}, "≥ γ = 100"),
+        ({"grad_floor": 100.0, "grad_bound": 50.0}, "≥ γ = 100"),
+    ],
+)
+def test_what_a_stochastic_run_contradicts_is_refuted(wrong, part):
+    p = absolute()
+    res = minimize_stochastic(p.sample, p.x0, steps=300, f=p.f)
+    far = float(np.linalg.norm(p.x0 - p.x_star))
+    known = {"f_star": 0.0, "diameter": 2 * far, "distance": far}
+    assert res.certify(**known).holds
+    cert = res.certify(**{**known, **wrong})
+    assert not cert.holds
+    assert any(part in text for text in cert.refuted), str(cert)
+
+
+def test_an_f_star_above_the_last_iterate_is_refuted_without_a_diameter():
+    p = absolute()
+    res = minimize_stochastic(p.sample, p.x0, steps=300, f=p.f)
+    lowest = min(res.fun, res.fun_mean)
+    assert res.certify(f_star=lowest).holds
+    assert any("below f*" in text for text in res.certify(f_star=1.001 * lowest).refuted)
+
+
+def test_a_g_or_d_that_is_met_but_for_rounding_is_met():
+    res = minimize_stochastic(lambda x, rng: np.full(10, 0.1), np.zeros(10), steps=9, f=lambda x: 0)
+    exact, short = res.grad_min, res.grad_min * (1 - 1e-15)
+    for bound in (exact, short):
+        cert = res.certify(grad_bound=bound, f_star=0.0, diameter=short, distance=exact)
+        assert cert.holds, str(cert)
+        assert "Theorem 3.1" in cert.claims[-1].name
+
+
+def test_the_stochastic_certificate_checks_what_it_is_told():
+    p = absolute()
+    res = minimize_stochastic(p.sample, p.x0, steps=5, f=p.f)
+    for name in ("f_star", "diameter", "distance", "grad_bound", "grad_floor"):
+        for value in (math.nan, math.inf, -1.0):
+            if (name, value) != ("f_star", -1.0):
+                with pytest.raises(ValueError, match=f"certify: `{name}` must be"):
+                    res.certify(**{name: value})
 
 
 # ---------------------------------------------------------------- the paper's slips

@@ -41,6 +41,8 @@ class Problem:
 def quadratic(spectrum: Sequence[float], *, seed: int | None = None) -> Problem:
     """½ xᵀAx with A of this spectrum, diagonal or (with a seed) in a random basis; L = max."""
     s = np.asarray(spectrum, dtype=float)
+    if not (s.size and ((s >= 0) & np.isfinite(s)).all()):
+        raise ValueError(f"quadratic: `spectrum` must hold finite numbers >= 0, got {spectrum!r}.")
     n, a = s.size, np.diag(s)
     if seed is not None:
         q, _ = np.linalg.qr(np.random.default_rng(seed).standard_normal((n, n)))

@@ -1,5 +1,6 @@
 """Sections 2 and 3 of the paper as a numerical library: minimizers, bounds and certificates."""
 
+from wngrad.batch import bounds, schedules, weightnorm
 from wngrad.batch.certificate import Certificate, Claim
 from wngrad.batch.first_b import BInit
 from wngrad.batch.minimizer import gradient_descent, minimize
@@ -16,8 +17,11 @@ __all__ = [
     "Status",
     "StochasticResult",
     "Trace",
+    "bounds",
     "gradient_descent",
     "minimize",
     "minimize_stochastic",
+    "schedules",
     "scipy_method",
+    "weightnorm",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,10 @@ import numpy as np
 Array = Any
 # x -> (f(x) or None where it was not computed, ∇f(x))
 Oracle = Callable[[Array], tuple[Any, Array]]
+
+# What rounding may cost on the way to a number, in units of its last place and relative to the
+# numbers that went in: 1e-12 in float64.
+ROUNDING_UNITS = 4500
 
 _JAC = (
     "`jac` must be a function, True if `f` returns (value, gradient), '2-point' or '3-point' for "
@@ -71,17 +76,29 @@ def epsilon(x: Array) -> float:
     return float(np.finfo(str(x.dtype).rpartition(".")[2]).eps)
 
 
+def norm(kind: Kind, v: Array) -> float:
+    """‖v‖, also where ‖v‖² is too large or too small for a float."""
+    sq = kind.sq_norm(v)
+    if 1e-280 < sq < math.inf:
+        return math.sqrt(sq)
+    wide = np.asarray(kind.to_numpy(v), np.float64)
+    largest = float(np.abs(wide).max(initial=0.0))
+    if not 0 < largest < math.inf:
+        return largest
+    return largest * float(np.linalg.norm(wide / largest))
+
+
 def oracle(
     owner: str, f: Callable[..., Any], jac: Any, kind: Kind, args: tuple[Any, ...]
 ) -> Oracle:
     """x -> (value or None, gradient), from what the caller gave."""
     if not callable(f):
         raise TypeError(f"{owner}: `f` must be a function, got {f!r}.")
-    g = (lambda x: f(x, *args)) if args else f
+    g: Callable[..., Any] = (lambda x: f(x, *args)) if args else f
     if jac is True:
-        return kind.plain(g)
+        return kind.plain(lambda x: g(kind.copy(x)))  # a function may work on its x in place
     if callable(jac):
-        d = kind.plain((lambda x: jac(x, *args)) if args else jac)
+        d = kind.plain(lambda x: jac(kind.copy(x), *args))
         return lambda x: (None, d(x))
     if isinstance(jac, str) and jac in ("2-point", "3-point"):
         return _finite_differences(owner, kind.plain(g), central=jac == "3-point", kind=kind)
@@ -166,7 +183,7 @@ def _complex_steps(owner: str, f: Callable[..., Any]) -> Oracle:
     def value_and_gradient(x: Array) -> tuple[Any, Array]:
         gradient, h = np.empty(x.size), 1e-20
         for i in range(x.size):
-            z = x.astype(np.complex128)
+            z = np.array(x, np.complex128)  # of a 0-d x `astype` may make a scalar
             z.flat[i] += 1j * h
             gradient[i] = _imaginary_part(owner, f(z)) / h
         return scalar(owner, f(x)), gradient.reshape(x.shape)
@@ -213,8 +230,8 @@ def _moved(flat: np.ndarray, i: int, d: float) -> np.ndarray:
     return new
 
 
-def _numpy_sq_norm(g: np.ndarray, vdot: Callable[..., Any] = np.vdot) -> float:
-    wide = g.astype(np.float64, copy=False)
+def _numpy_sq_norm(g: Array, vdot: Callable[..., Any] = np.vdot) -> float:
+    wide = np.asarray(g, np.float64)
     return float(vdot(wide, wide))
 
 
@@ -271,13 +288,21 @@ def _jax() -> Kind:
     import jax
     import jax.numpy as jnp
 
+    def gradient_of(f: Callable[..., Any]) -> Oracle:
+        def value(x: Array) -> Any:
+            y = f(x)
+            return y.reshape(()) if getattr(y, "size", 0) == 1 else y
+
+        oracle: Oracle = jax.value_and_grad(value)
+        return oracle
+
     return Kind(
-        sq_norm=lambda g: float(jnp.vdot(g, g)),
+        sq_norm=_numpy_sq_norm,  # in float64, which JAX may not have
         copy=lambda x: x,  # they never change
         to_numpy=np.asarray,
         from_numpy=lambda a, like: jnp.asarray(a, like.dtype).reshape(like.shape),
         cast=lambda a, like: a.astype(like.dtype),
         is_array=lambda g: isinstance(g, jax.Array),
         plain=lambda f: f,
-        gradient_of=jax.value_and_grad,
+        gradient_of=gradient_of,
     )

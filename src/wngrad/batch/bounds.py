@@ -9,9 +9,32 @@ The letters: `lipschitz` L, `gap` f(x₁) − f*, `b1` b₁, `grad_norm` ‖∇f
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from typing import ParamSpec
+
+_P = ParamSpec("_P")
+
+# b₁ may be rounded: as b₁ a norm may come out short of itself, and so may 1/(1/L).
+_GRACE = 1e-15
 
 
+def _infinite_beyond_floats(bound: Callable[_P, float]) -> Callable[_P, float]:
+    """∞ for a bound too large for a float: Python raises where a power overflows, or a product of
+    two positive numbers is 0 and divides."""
+
+    @functools.wraps(bound)
+    def within(*args: _P.args, **kwargs: _P.kwargs) -> float:
+        try:
+            return bound(*args, **kwargs)
+        except (OverflowError, ZeroDivisionError):
+            return math.inf
+
+    return within
+
+
+@_infinite_beyond_floats
 def lemma_2_1_steps(*, lipschitz: float, gap: float, delta: float, tol: float) -> float:
     """Constant steps η = δ/L, δ ≤ 1: ‖∇f‖² ≤ ε after T = 2L(f(x₁) − f*)/(δε) points (Lemma 2.1)."""
     _positive("lemma_2_1_steps", lipschitz=lipschitz, delta=delta, tol=tol)
@@ -21,6 +44,7 @@ def lemma_2_1_steps(*, lipschitz: float, gap: float, delta: float, tol: float) -
     return 2 * lipschitz * gap / (delta * tol)
 
 
+@_infinite_beyond_floats
 def theorem_2_3_steps(
     *, lipschitz: float, gap: float, b1: float, grad_norm: float, tol: float
 ) -> float:
@@ -36,6 +60,7 @@ def theorem_2_3_steps(
     return offset + constant / tol
 
 
+@_infinite_beyond_floats
 def theorem_2_3_sq_norm(
     *, lipschitz: float, gap: float, b1: float, grad_norm: float, points: int
 ) -> float:
@@ -56,12 +81,14 @@ def _theorem_2_3(lipschitz: float, gap: float, b1: float, grad_norm: float) -> t
     return 1.0, lipschitz**2 * (1 - delta) + 16 * reach**2
 
 
+@_infinite_beyond_floats
 def lemma_2_4_points(*, lipschitz: float, b1: float, tol: float) -> float:
     """By N = max(1, ⌈L(L − b₁)/ε⌉ + 1), some ‖∇f(x_k)‖² ≤ ε or b_N ≥ L (Lemma 2.4)."""
     _positive("lemma_2_4_points", lipschitz=lipschitz, b1=b1, tol=tol)
     return max(1.0, ceil(lipschitz * (lipschitz - b1) / tol) + 1)
 
 
+@_infinite_beyond_floats
 def lemma_2_5_b(*, b_k0: float, gap_k0: float) -> float:
     """b_k ≤ b_{k0} + 8(f(x_{k0}) − f*) for all k ≥ k0, the first with b_{k0} ≥ L (Lemma 2.5)."""
     _positive("lemma_2_5_b", b_k0=b_k0)
@@ -69,6 +96,7 @@ def lemma_2_5_b(*, b_k0: float, gap_k0: float) -> float:
     return b_k0 + 8 * gap_k0
 
 
+@_infinite_beyond_floats
 def lemma_2_5_f(*, f1: float, lipschitz: float, b1: float, grad_norm: float) -> float:
     """f(x_{k0}) ≤ f(x₁) + L²/(2b₁) if k0 > 1 (Lemma 2.5)."""
     _positive("lemma_2_5_f", lipschitz=lipschitz, b1=b1)
@@ -76,6 +104,7 @@ def lemma_2_5_f(*, f1: float, lipschitz: float, b1: float, grad_norm: float) -> 
     return f1 + lipschitz**2 / (2 * b1)
 
 
+@_infinite_beyond_floats
 def lemma_2_6_b(*, lipschitz: float, b1: float, grad_norm: float) -> float:
     """b_{k0} ≤ 3L + 2L²/b₁ if k0 > 1 (Lemma 2.6; the paper leaves b₁ ≥ ‖∇f(x₁)‖ unsaid)."""
     _positive("lemma_2_6_b", lipschitz=lipschitz, b1=b1)
@@ -90,9 +119,11 @@ def lemma_3_3_b(*, grad_floor: float, k: int) -> float:
         The lemma as printed, √(2ak) ≤ t_k, is false at k = 1.
     """
     _nonnegative("lemma_3_3_b", grad_floor=grad_floor)
+    _positive("lemma_3_3_b", k=k)
     return grad_floor * math.sqrt(k)
 
 
+@_infinite_beyond_floats
 def theorem_3_1_gap(
     *, grad_bound: float, grad_floor: float, diameter: float, b1: float, distance: float, k: int
 ) -> float:
@@ -117,8 +148,13 @@ def ceil(x: float) -> float:
 
 
 def well_started(b1: float, grad_norm: float) -> bool:
-    """b₁ ≥ ‖∇f(x₁)‖, with a rounding's grace: as b₁ a norm may come out short of itself."""
-    return b1 >= grad_norm * (1 - 1e-15)
+    """b₁ ≥ ‖∇f(x₁)‖, with a rounding's grace."""
+    return b1 >= grad_norm * (1 - _GRACE)
+
+
+def short_step(b: float, lipschitz: float) -> bool:
+    """1/b ≤ 1/L, with a rounding's grace."""
+    return b >= lipschitz * (1 - _GRACE)
 
 
 def _positive(owner: str, **values: float) -> None:

@@ -13,16 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from wngrad.batch import lemmas
-from wngrad.batch.arrays import kind_of
+from wngrad.batch.arrays import ROUNDING_UNITS, kind_of, norm
 from wngrad.batch.result import Status
 from wngrad.batch.updates import UPDATES
 
 if TYPE_CHECKING:
     from wngrad.batch.result import Result, Trace
-
-# What rounding may cost on the way to either side, in units of the run's last place and relative to
-# the numbers that went in: 1e-12 in float64.
-_UNITS = 4500
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +38,8 @@ class Claim:
     def __str__(self) -> str:
         sign = "≤" if self.holds else ">"
         trust = f"   given {', '.join(self.given)}" if self.given else ""
-        return f"{self.name}: {self.lhs:.6g} {sign} {self.rhs:.6g}{trust}"
+        slack = f" + {self.rounding:.2g} (rounding)" if self.rhs < self.lhs and self.holds else ""
+        return f"{self.name}: {self.lhs:.6g} {sign} {self.rhs:.6g}{slack}{trust}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +123,10 @@ def certify(
         f_star: a lower bound on f, if you know it.
         rounding: what may be lost on the way to either side of a claim, relative to the numbers
             that went in: 4,500 units in the last place of x's type (1e-12 in float64) unless
-            given. Gradients by finite differences need more. Where b is so large that a step is
-            not much longer than x's rounding, no slope is known, and none contradicts L.
+            given. Gradients by finite differences need more. x is rounded, too, which far from the
+            origin moves f by more than f's own last place: Lemma A.1 allows for it. Where b is so
+            large that a step is not much longer than x's rounding, no slope is known, and none
+            contradicts L.
 
     Returns:
         A `Certificate`. Print it.
@@ -144,11 +143,13 @@ def certify(
         raise ValueError(f"certify: `lipschitz` must be > 0, got {lipschitz!r}.")
     if rounding is not None and not 0 <= rounding < math.inf:
         raise ValueError(f"certify: `rounding` must be >= 0 and finite, got {rounding!r}.")
-    draft = Draft(_UNITS * run.eps if rounding is None else rounding)
+    draft = Draft(ROUNDING_UNITS * run.eps if rounding is None else rounding)
     draft.assumed.append("f and ∇f are what the run says they are at its points")
     if not _numbers(run):
         draft.refuted.append("every b is > 0, every ‖∇f‖² >= 0, and every number finite")
-        draft.not_claimed.append("anything else: the run's numbers are none")
+        draft.not_claimed.append(
+            "anything else: the run holds a number that is not finite or has the wrong sign"
+        )
         return draft.finish()
     _ends(draft, run)
     _recursion(draft, run)
@@ -161,7 +162,7 @@ def certify(
         missing = " and ".join(name for name, value in unknown.items() if value is None)
         draft.not_claimed.append(f"Lemmas 2.1 to 2.6 and Theorem 2.3: {missing} not given")
         return draft.finish()
-    known = lemmas.Known(lipschitz, f_star)
+    known = lemmas.Known(float(lipschitz), float(f_star))
     lemmas.hypotheses(draft, run, known)
     if run.method == "constant":
         lemmas.lemma_2_1(draft, run, known)
@@ -184,6 +185,7 @@ def _numbers(run: Result) -> bool:
                 (values, run.trace.fun), (b, run.trace.b), (squares, run.trace.sq_norm)
             )
         )  # fmt: skip
+        squares += [*run.trace.x_norm]
     finite = np.isfinite([*values, *b, *squares]).all()
     return bool(finite and min(b) > 0 and min(squares) >= 0) and _known_slopes(run.trace)
 
@@ -228,6 +230,7 @@ def _ends(draft: Draft, run: Result) -> None:
             (run.start.fun, t.fun[0]),
             (run.fun, t.fun[-1]),
             (run.nit + 1, len(t)),
+            (norm(kind_of(run.x), run.x), t.x_norm[-1]),
         )
         apart += [_apart(float(x), float(y)) for x, y in pairs]
     draft.claim("the parts of the result agree", max(apart), 1e-12)

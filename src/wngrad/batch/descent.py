@@ -12,7 +12,7 @@ from wngrad import rule
 from wngrad.batch import arrays
 from wngrad.batch.arrays import Kind
 from wngrad.batch.observer import Observer, Point
-from wngrad.batch.result import MESSAGES, EvaluationError, Result, Start, Status
+from wngrad.batch.result import F_NOT_FINITE, MESSAGES, EvaluationError, Result, Start, Status
 from wngrad.batch.updates import UPDATES, Update
 
 # Once in so many steps x is compared with its predecessor (once it has stopped it stays), and the
@@ -34,6 +34,9 @@ class StartError(ValueError):
     def __init__(self, message: str, point: Point) -> None:
         super().__init__(message)
         self.point = point
+
+    def __reduce__(self) -> tuple[Any, ...]:  # as of `EvaluationError`
+        return type(self), (*self.args, self.point)
 
 
 class Function:
@@ -67,7 +70,7 @@ class Function:
 
     def evaluate(self, x: Any) -> Any:
         self.nfev += 1
-        return self.f(x, *self.args)
+        return self.f(self.kind.copy(x), *self.args)  # which it may work on in place
 
     def value(self, x: Any) -> float:
         return arrays.scalar("minimize", self.evaluate(x))
@@ -94,7 +97,7 @@ def descend(
     function: Function, method: str, first: Point, b: float, limits: Limits, observer: Any
 ) -> Result:
     """The result of a run from its first point and b₁, shown to an `Observer` or None."""
-    run, error = _Run(first, b, first.sq), None
+    run, error, message = _Run(first, b, first.sq), None, ""
     try:
         if observer is not None:
             observer.note(0, first, b)
@@ -103,7 +106,7 @@ def descend(
         if run.point.value is None:
             run.point = run.point._replace(value=function.value(run.point.x))
             if not math.isfinite(cast(float, run.point.value)):
-                run.status = Status.NOT_FINITE
+                run.status, message = Status.NOT_FINITE, F_NOT_FINITE
     except (Exception, KeyboardInterrupt) as raised:
         run.status, error = Status.RAISED, raised
     finally:
@@ -118,7 +121,7 @@ def descend(
         nfev=function.nfev or run.tried + function.extra,
         njev=run.tried + function.extra,
         status=run.status,
-        message=MESSAGES[run.status],
+        message=message or MESSAGES[run.status],
         b=run.b,
         sq_norm=sq,
         best=run.best,

@@ -47,6 +47,8 @@ def first_b(
     name, number = parse_b_init(owner, b_init)
     if name == "number":
         return number, 0
+    if not first.sq:
+        return 1.0, 0  # the run ends here: any b will do
     if name == "gradient":
         return rule.first_b(math.sqrt(first.sq), 1.0, number), 0
     return sampled_lipschitz(owner, gradient, first.x, kind, int(number), seed), int(number)

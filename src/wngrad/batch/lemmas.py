@@ -29,30 +29,43 @@ class Known(NamedTuple):
     def given(self) -> tuple[str, str]:
         return f"lipschitz={self.lipschitz:g}", f"f_star={self.f_star:g}"
 
-    def gap(self, value: float) -> float:
-        return max(0.0, value - self.f_star)
+    def gap(self, value: float, rounding: float) -> float:
+        """f − f*, and what rounding may have taken from it."""
+        return max(0.0, value - self.f_star) + rounding * max(abs(value), abs(self.f_star))
 
 
 def hypotheses(draft: Draft, run: Result, known: Known) -> None:
     """What is taken on trust of f, and whether the run contradicts it."""
     lipschitz, f_star = known
     draft.assumed += [f"∇f is Lipschitz with L = {lipschitz:g}", f"f ≥ f* = {f_star:g}"]
-    values = [run.start.fun, run.fun] if run.trace is None else run.trace.fun
-    lowest, seen = float(np.nanmin(values)), draft.lipschitz_seen
+    seen = draft.lipschitz_seen
     if run.trace is not None and seen > 0:
         text = f"no slope of ∇f on the run, less rounding, exceeds {_ALLOWANCE}·L ({seen:.6g} seen)"
         draft.check(text, seen <= _ALLOWANCE * lipschitz)
-    slack = draft.rounding * max(1.0, abs(lowest), abs(f_star))
-    draft.check(f"no f(x_k) lies below f* (lowest {lowest:.6g})", lowest >= f_star - slack)
+    _f_star(draft, run, f_star)
+
+
+def _f_star(draft: Draft, run: Result, f_star: float) -> None:
+    """Is some f that was seen below f*?"""
+    if run.trace is not None:
+        text, lowest = "no f(x_k) lies below f*", float(run.trace.fun.min())
+    elif math.isfinite(run.fun):
+        text, lowest = "neither f(x₁) nor f(x) lies below f*", min(run.start.fun, run.fun)
+    else:
+        text, lowest = "f(x₁) does not lie below f*", run.start.fun
+        draft.not_claimed.append("whether f(x) lies below f*: it is not known, or not finite")
+    slack = draft.rounding * max(abs(run.start.fun), abs(lowest), abs(f_star))
+    draft.check(f"{text} (lowest {lowest:.6g})", lowest >= f_star - slack)
 
 
 def lemma_2_1(draft: Draft, run: Result, known: Known) -> None:
     """The rate of a constant step of δ/L with δ ≤ 1."""
     delta = known.lipschitz / run.start.b
-    if delta > 1:
+    if not bounds.short_step(run.start.b, known.lipschitz):
         draft.not_claimed.append(f"Lemma 2.1: the step is {delta:.4g}/L, above 1/L")
         return
-    numbers = {"lipschitz": known.lipschitz, "gap": known.gap(run.start.fun), "delta": delta}
+    delta, gap = min(1.0, delta), known.gap(run.start.fun, draft.rounding)
+    numbers = {"lipschitz": known.lipschitz, "gap": gap, "delta": delta}
     steps = partial(bounds.lemma_2_1_steps, **numbers)
     smallest = steps(tol=1.0) / (run.nit + 1)
     _rate_claims(draft, run, f"Lemma 2.1, δ = {delta:.4g}", steps, smallest, known.given)
@@ -64,7 +77,7 @@ def theorem_2_3(draft: Draft, run: Result, known: Known) -> None:
     if case == 2 and not _started_well(draft, run):
         draft.not_claimed.append("Theorem 2.3, case 2: b₁ < ‖∇f(x₁)‖")
         return
-    numbers = {**_start(run, known), "gap": known.gap(run.start.fun)}
+    numbers = {**_start(run, known), "gap": known.gap(run.start.fun, draft.rounding)}
     steps = partial(bounds.theorem_2_3_steps, **numbers)
     smallest = bounds.theorem_2_3_sq_norm(**numbers, points=run.nit + 1)
     _rate_claims(draft, run, f"Theorem 2.3, case {case}", steps, smallest, known.given)
@@ -92,7 +105,7 @@ def _rate_claims(
         draft.not_claimed.append(f"{name}: points until ε, since the run ended before it")
     if math.isfinite(smallest):
         text = f"{name}: smallest ‖∇f‖² of {run.nit + 1} points"
-        rounding = draft.rounding * max(1.0, run.start.sq_norm)
+        rounding = draft.rounding * run.start.sq_norm
         draft.claim(text, run.best, smallest, given, rounding)
 
 
@@ -148,11 +161,24 @@ def descent_lemma(draft: Draft, run: Result, known: Known) -> None:
         return
     b, sq, f = run.trace.b[:-1], run.trace.sq_norm[:-1], run.trace.fun
     bound = f[:-1] - sq / b * (1 - known.lipschitz / (2 * b))
-    over = f[1:] - bound
-    worst = int(over.argmax())
-    scale = max(1.0, float(np.abs(f[worst : worst + 2]).max()), abs(float(bound[worst])))
+    over, slack = f[1:] - bound, _slack(draft, run.trace, bound, known.lipschitz)
+    worst = int((over - slack).argmax())
     text = f"Lemma A.1: f(x_j) above the descent it must make, at worst (j = {worst + 2})"
-    draft.claim(text, float(over[worst]), 0.0, known.given[:1], draft.rounding * scale)
+    draft.claim(text, float(over[worst]), 0.0, known.given[:1], float(slack[worst]))
+
+
+def _slack(draft: Draft, trace: Trace, bound: np.ndarray, lipschitz: float) -> np.ndarray:
+    """What rounding may do to each side of the descent lemma, step by step.
+
+    f is rounded relative to the numbers it is computed from, which its values tell of. And x is
+    rounded by some δ = ε‖x‖, which moves f by up to ‖∇f‖δ + Lδ²/2: more, far from the origin.
+    """
+    f, norms = np.abs(trace.fun), np.sqrt(trace.sq_norm)
+    scale = np.maximum.reduce([f[:-1], f[1:], np.abs(bound), np.full_like(bound, f[0])])
+    moved = draft.rounding * (trace.x_norm[:-1] + trace.x_norm[1:])
+    steepest = np.maximum(norms[:-1], norms[1:])
+    slack: np.ndarray = draft.rounding * scale + steepest * moved + lipschitz * moved**2 / 2
+    return slack
 
 
 def _lemma_2_4(draft: Draft, run: Result, trace: Trace, known: Known) -> None:

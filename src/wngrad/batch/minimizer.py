@@ -83,9 +83,7 @@ def minimize(
     observed = callback is not None or trace or progress
     observer = Observer(kind, callback, trace, progress) if observed else None
     first = function.first(x)
-    b = 1.0  # a start where the gradient is zero needs none
-    if first.sq:
-        b, function.extra = first_b("minimize", b_init, first, function.gradient, kind, int(seed))
+    b, function.extra = first_b("minimize", b_init, first, function.gradient, kind, int(seed))
     if method == "adagrad-norm":
         b = rule.adagrad_norm(b, first.sq, 1.0)
     limits = Limits(float(tol), int(max_steps), float(max_seconds))
@@ -100,8 +98,13 @@ def gradient_descent(f: Callable[..., Any], x0: Any, *, step: float, **options: 
         x0: x₁.
         step: η.
     """
-    if not (isinstance(step, Real) and 0 < step < math.inf):
-        raise ValueError(f"gradient_descent: `step` must be > 0 and finite, got {step!r}.")
+    owner = "gradient_descent"
+    for name in ("b_init", "method"):
+        if name in options:
+            given = options[name]
+            raise TypeError(f"{owner}: `{name}` must not be given, got {given!r}: use `step`.")
+    if not (isinstance(step, Real) and 0 < step < math.inf and 1 / step < math.inf):
+        raise ValueError(f"{owner}: `step` and 1/`step` must be > 0 and finite, got {step!r}.")
     return minimize(f, x0, b_init=float(1 / step), method="constant", **options)
 
 

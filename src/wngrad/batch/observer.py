@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from wngrad.batch import arrays
 from wngrad.batch.arrays import Kind
 from wngrad.batch.result import Trace
 
@@ -58,7 +59,7 @@ class Observer:
         self._callback = None if callback is None else _by_scipys_convention(callback, kind.copy)
         self._rows: list[tuple[float, ...]] | None = [] if trace else None
         self._progress = _Progress() if progress else None
-        self._last: Point | None = None
+        self._last: tuple[Point, float] | None = None  # and its ‖x‖
 
     @property
     def trace(self) -> Trace | None:
@@ -70,32 +71,31 @@ class Observer:
         if self._progress is not None:
             self._progress.show(nit, point.sq, b)
         if self._rows is not None:
-            self._rows.append((b, point.sq, value, *self._slope(point)))
+            x_norm = arrays.norm(self._kind, point.x)
+            self._rows.append((b, point.sq, value, *self._slope(point, x_norm), x_norm))
             # A copy: the function may use the gradient's memory again.
-            self._last = point._replace(g=self._kind.copy(point.g))
+            self._last = point._replace(g=self._kind.copy(point.g)), x_norm
         if self._best is not None:
             self._best.see(point)
         if self._callback is None or nit == 0:
             return False
         return self._callback(Intermediate(point.x, value, nit, b, point.sq))
 
-    def _slope(self, new: Point) -> tuple[float, float]:
+    def _slope(self, new: Point, x_norm: float) -> tuple[float, float]:
         """‖∇f(x_{k+1}) − ∇f(x_k)‖/‖x_{k+1} − x_k‖, and its condition.
 
         A gradient is rounded by ε‖∇f‖ and a point by ε‖x‖, which moves the gradient by slope·ε‖x‖;
         both are divided by the length of the step. Of a step of length ‖∇f‖/b that leaves ε·b.
         """
-
-        def norm(v: Any) -> float:
-            return math.sqrt(self._kind.sq_norm(v))
-
-        old = self._last
-        moved = 0.0 if old is None else norm(new.x - old.x)
-        if old is None or not moved:
+        if self._last is None:
             return math.nan, math.nan
-        slope = norm(new.g - old.g) / moved
+        old, old_norm = self._last
+        moved = arrays.norm(self._kind, new.x - old.x)
+        if not moved:
+            return math.nan, math.nan
+        slope = arrays.norm(self._kind, new.g - old.g) / moved
         gradients = math.sqrt(new.sq) + math.sqrt(old.sq)
-        return slope, (gradients + slope * (norm(new.x) + norm(old.x))) / moved
+        return slope, (gradients + slope * (x_norm + old_norm)) / moved
 
     def close(self) -> None:
         if self._progress is not None:

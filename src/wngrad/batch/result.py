@@ -33,6 +33,8 @@ MESSAGES = {
     Status.STOPPED: "The callback stopped the run.",
     Status.RAISED: "f, its gradient or the callback raised; x is the last good point.",
 }
+# Without an observer f is evaluated at the ends alone: then nobody knows the last good point.
+F_NOT_FINITE = "f is not finite at x, though ∇f and b are."
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Trace:
     fun: np.ndarray  # f(x_k)
     slope: np.ndarray  # ‖∇f(x_{k+1}) − ∇f(x_k)‖/‖x_{k+1} − x_k‖: each at most L, but for rounding
     slope_condition: np.ndarray  # by how much of it, per relative rounding of x and ∇f
+    x_norm: np.ndarray  # ‖x_k‖, which says how far rounding moves x_k
 
     def __len__(self) -> int:
         return len(self.b)
@@ -102,3 +105,6 @@ class EvaluationError(RuntimeError):
     def __init__(self, message: str, result: Any) -> None:
         super().__init__(message)
         self.result = result
+
+    def __reduce__(self) -> tuple[Any, ...]:  # for pickle, and so for a pool of processes
+        return type(self), (*self.args, self.result)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from wngrad.batch.arrays import kind_of
+from wngrad.batch.arrays import ROUNDING_UNITS, kind_of
 from wngrad.batch.descent import StartError
 from wngrad.batch.minimizer import check_count, minimize
 from wngrad.batch.observer import BestPoint, Point
@@ -20,8 +20,6 @@ from wngrad.batch.result import Result, Status
 _OWNER = "scipy_method"
 _STOPPED = 99  # SciPy's status of a run that its callback has ended
 _WORSE = "The tolerance was reached at a point worse than x0; x is the best point seen."
-# Values of f as close as this, relatively, are equal but for rounding.
-_UNITS = 4500
 
 
 def scipy_method(
@@ -129,7 +127,7 @@ def _fields(res: Result, best: Point, callback: Any) -> dict[str, Any]:
         fields["status"] = _STOPPED
         if callback.raised:
             fields["message"] = "`callback` raised `StopIteration`."
-    slack = _UNITS * res.eps * max(1.0, abs(res.start.fun))
+    slack = ROUNDING_UNITS * res.eps * max(1.0, abs(res.start.fun))
     worse = not res.fun <= res.start.fun + slack
     if (worse or not res.success) and cast(float, best.value) < res.fun:
         fields |= {"x": best.x, "fun": float(cast(float, best.value)), "jac": best.g}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
@@ -13,15 +13,15 @@ from wngrad import rule
 from wngrad.batch import arrays, bounds
 from wngrad.batch.certificate import Certificate, Draft
 from wngrad.batch.descent import raise_with
-from wngrad.batch.first_b import BInit, parse_b_init
+from wngrad.batch.first_b import parse_b_init
 from wngrad.batch.minimizer import check_count
 from wngrad.batch.result import Status
+from wngrad.batch.schedules import Schedule
 from wngrad.batch.updates import UPDATES
 
 # (x, random generator) -> a gradient g with E g = ∇f(x)
 Oracle = Callable[[Any, np.random.Generator], Any]
-# k = 1, 2, … -> η_k
-Schedule = Callable[[int], float]
+Method = Literal["wngrad", "adagrad-norm"]
 
 _MESSAGES = {
     Status.CONVERGED: "f(x) ≤ ε was reached.",
@@ -64,9 +64,9 @@ def minimize_stochastic(
     *,
     steps: int,
     seed: int = 0,
-    b_init: BInit = "gradient",
+    b_init: float | Literal["gradient"] | tuple[Literal["gradient"], float] = "gradient",
     schedule: Schedule | None = None,
-    method: str = "wngrad",
+    method: Method = "wngrad",
     f: Callable[[Any], Any] | None = None,
     tol: float = -math.inf,
     check_every: int = 1,
@@ -79,7 +79,8 @@ def minimize_stochastic(
         steps: how many.
         seed: of the generator.
         b_init: b₁, a number or "gradient" for ‖g₁‖.
-        schedule: instead of learning the rate, use η_k of this function; see `schedules`.
+        schedule: instead of learning the rate, use η_k of this function; see `schedules`. Not with
+            `b_init` or `method`.
         method: "wngrad" or "adagrad-norm".
         f: the function, to stop by and to report.
         tol: ε: stop when f(x) ≤ ε.
@@ -101,7 +102,11 @@ def minimize_stochastic(
     _check(owner, steps, schedule, method, b_init, f, tol, check_every)
     kind, x = arrays.start(owner, x0)
     rng = np.random.default_rng(seed)
-    g = arrays.first_gradient(owner, "oracle", oracle(x, rng), kind, x)
+
+    def draw(x: Any) -> Any:
+        return oracle(kind.copy(x), rng)  # which may work on x in place
+
+    g = arrays.first_gradient(owner, "oracle", draw(x), kind, x)
     sq = kind.sq_norm(g)
     norm = math.sqrt(sq) if math.isfinite(sq) else math.nan
     b = _first_b(owner, method, schedule, b_init, norm, sq)
@@ -112,16 +117,18 @@ def minimize_stochastic(
         )
     run, error = _Run(x, x, g, b, norm, norm), None
 
+    def value(x: Any) -> float:
+        return arrays.scalar(owner, cast(Any, f)(kind.copy(x)))
+
     def stop(nit: int, x: Any) -> bool:
-        checks = f is not None and tol > -math.inf and nit % check_every == 0
-        return checks and float(cast(Any, f)(x)) <= tol
+        return tol > -math.inf and nit % check_every == 0 and value(x) <= tol
 
     try:
         next_b = _next_b(owner, method, schedule)
-        gradient = lambda x: arrays.own_gradient(oracle(x, rng), kind, x)  # noqa: E731
+        gradient = lambda x: arrays.own_gradient(draw(x), kind, x)  # noqa: E731
         _loop(run, gradient, kind.sq_norm, next_b, steps, stop)
         if f is not None:
-            run.fun, run.fun_mean = float(f(run.x)), float(f(run.mean))
+            run.fun, run.fun_mean = value(run.x), value(run.mean)
             if run.status is Status.STEP_LIMIT and run.fun <= tol:
                 run.status = Status.CONVERGED
     except (Exception, KeyboardInterrupt) as raised:
@@ -232,10 +239,16 @@ def _check(
         raise ValueError(f"{owner}: `tol` must come with `f`, got {tol!r} without it.")
     if schedule is not None and not callable(schedule):
         raise TypeError(f"{owner}: `schedule` must be a function of k, got {schedule!r}.")
-    if method not in ("wngrad", "adagrad-norm"):
+    if method not in get_args(Method):
         raise ValueError(f"{owner}: `method` must be 'wngrad' or 'adagrad-norm', got {method!r}.")
     if parse_b_init(owner, b_init)[0] == "lipschitz":
         raise ValueError(f"{owner}: `b_init` must be a number or 'gradient', got {b_init!r}.")
+    for name, value, default in (("b_init", b_init, "gradient"), ("method", method, "wngrad")):
+        if schedule is not None and value != default:
+            raise ValueError(
+                f"{owner}: `{name}` must not be given with `schedule`, which sets every b, "
+                f"got {value!r}."
+            )
 
 
 def certify_stochastic(
@@ -257,7 +270,10 @@ def certify_stochastic(
         grad_bound: G, with E‖g_k‖² ≤ G²; the largest ‖g_k‖ of the run if not given.
         grad_floor: γ ≤ ‖g_k‖; the smallest ‖g_k‖ of the run if not given.
     """
-    draft = Draft()
+    known = {"diameter": diameter, "distance": distance}
+    known |= {"grad_bound": grad_bound, "grad_floor": grad_floor}
+    _check_known({"f_star": f_star, **known}, signed="f_star")
+    draft = Draft(arrays.ROUNDING_UNITS * arrays.epsilon(run.x))
     if run.method != "wngrad":
         draft.not_claimed.append("Theorem 3.1 is about WNGrad")
         return draft.finish()
@@ -265,28 +281,25 @@ def certify_stochastic(
     if not np.isfinite(ends).all():
         draft.refuted.append("b and every ‖g_k‖ are finite")
         return draft.finish()
+    _f_star(draft, run, f_star)
+    grace = 1 + draft.rounding  # for the caller's arithmetic
+    near = diameter is None or distance is None or draft.check(
+        f"‖x₁ − x*‖ = {distance:g} ≤ D = {diameter:g}", distance <= diameter * grace
+    )  # fmt: skip
     floor = run.grad_min if grad_floor is None else grad_floor
     bound = run.grad_max if grad_bound is None else grad_bound
-    floored = draft.check(
-        f"every ‖g_k‖ ≥ γ = {floor:.6g} (smallest {run.grad_min:.6g})", run.grad_min >= floor
-    )
-    if grad_bound is None:
-        draft.check(f"every ‖g_k‖ ≤ G = {bound:.6g}, the largest seen", run.grad_max <= bound)
-    else:
-        draft.assumed.append(f"E‖g_k‖² ≤ G² with G = {bound:g} (largest ‖g_k‖ {run.grad_max:.6g})")
-    text = f"b₁ = {run.b_first:.6g} ≥ ‖g₁‖ = {run.grad_first:.6g}"
-    if not (bounds.well_started(run.b_first, run.grad_first) and floored):
-        draft.not_claimed.append(f"b_k ≥ γ√k and Theorem 3.1: need {text} and ‖g_k‖ ≥ γ")
+    bounded = _gradients(draft, run, floor, bound, trusted=grad_bound is not None)
+    if not _growth(draft, run, floor):
         return draft.finish()
-    draft.verified.append(text)
-    k = run.nit + 1
-    least = bounds.lemma_3_3_b(grad_floor=floor, k=k)
-    draft.claim(f"γ√k ≤ b_k at k = {k}", least, run.b, rounding=draft.rounding * run.b)
     if run.fun_mean is None or f_star is None or diameter is None or floor <= 0:
         draft.not_claimed.append("Theorem 3.1: needs f, f_star, diameter and γ > 0")
         return draft.finish()
-    numbers = {"grad_bound": bound, "grad_floor": floor, "diameter": diameter, "b1": run.b_first}
-    far = diameter if distance is None else distance
+    if not (near and bounded):
+        draft.not_claimed.append("Theorem 3.1: the run contradicts D or G")
+        return draft.finish()
+    numbers = {"grad_bound": bound, "grad_floor": min(floor, bound)}
+    numbers |= {"diameter": diameter, "b1": run.b_first}
+    far, k = diameter if distance is None else distance, run.nit + 1
     limit = bounds.theorem_3_1_gap(**numbers, distance=far, k=k)
     draft.assumed += [
         "f is convex",
@@ -297,3 +310,49 @@ def certify_stochastic(
     given = (f"f_star={f_star:g}", f"diameter={diameter:g}", f"grad_bound={bound:g}")
     draft.claim(f"Theorem 3.1: f(x̄_k) − f* at k = {k}", run.fun_mean - f_star, limit, given)
     return draft.finish()
+
+
+def _check_known(known: dict[str, float | None], *, signed: str) -> None:
+    for name, value in known.items():
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"certify: `{name}` must be finite, got {value!r}.")
+        if value is not None and name != signed and value < 0:
+            raise ValueError(f"certify: `{name}` must be >= 0, got {value!r}.")
+
+
+def _f_star(draft: Draft, run: StochasticResult, f_star: float | None) -> None:
+    """Is f below f* at the last or the averaged iterate?"""
+    if f_star is None or run.fun is None or run.fun_mean is None:
+        return
+    values = [run.fun, run.fun_mean]
+    slack = draft.rounding * max(abs(f_star), *map(abs, values))
+    lowest = float(np.min(values))
+    text = f"neither f(x_k) nor f(x̄_k) lies below f* = {f_star:g} (lowest {lowest:.6g})"
+    draft.check(text, lowest >= f_star - slack)
+
+
+def _gradients(
+    draft: Draft, run: StochasticResult, floor: float, bound: float, *, trusted: bool
+) -> bool:
+    """γ and G beside the gradients that were seen; true unless every one of them is above G."""
+    text = f"every ‖g_k‖ ≥ γ = {floor:.6g} (smallest {run.grad_min:.6g})"
+    draft.check(text, run.grad_min >= floor)
+    if not trusted:
+        text = f"every ‖g_k‖ ≤ G = {bound:.6g}, the largest seen"
+        return draft.check(text, run.grad_max <= bound)
+    draft.assumed.append(f"E‖g_k‖² ≤ G² with G = {bound:g} (largest ‖g_k‖ {run.grad_max:.6g})")
+    text = f"some ‖g_k‖ ≤ G = {bound:.6g} (smallest {run.grad_min:.6g})"
+    return draft.check(text, run.grad_min <= bound * (1 + draft.rounding))
+
+
+def _growth(draft: Draft, run: StochasticResult, floor: float) -> bool:
+    """b_k ≥ γ√k, where its hypotheses hold."""
+    text = f"b₁ = {run.b_first:.6g} ≥ ‖g₁‖ = {run.grad_first:.6g}"
+    if not (bounds.well_started(run.b_first, run.grad_first) and run.grad_min >= floor):
+        draft.not_claimed.append(f"b_k ≥ γ√k and Theorem 3.1: need {text} and ‖g_k‖ ≥ γ")
+        return False
+    draft.verified.append(text)
+    least = bounds.lemma_3_3_b(grad_floor=floor, k=run.nit + 1)
+    # b is summed in float64, whatever the type of x.
+    draft.claim(f"γ√k ≤ b_k at k = {run.nit + 1}", least, run.b, rounding=1e-12 * run.b)
+    return True

@@ -45,8 +45,9 @@ def draw(
         right.plot(k, np.maximum(trace.sq_norm, 1e-300), color=color, linewidth=1)
         if lipschitz is not None and f_star is not None:
             _bounds(left, right, res, k, lipschitz, f_star, color)
-    marks = [(right, named[0][1].tol, "ε"), *([(left, lipschitz, "L")] if lipschitz else [])]
-    for ax, height, text in marks:
+    for ax, height, text in ((right, named[0][1].tol, "ε"), (left, lipschitz, "L")):
+        if not height:  # ε = 0 has no place on a logarithmic axis
+            continue
         ax.axhline(height, color="black", linewidth=1)
         at = ax.get_yaxis_transform()  # x as a fraction of the panel
         ax.annotate(text, (0.98, height), xycoords=at, xytext=(0, 3), textcoords="offset points")
