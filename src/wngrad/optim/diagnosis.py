@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from wngrad.optim import loss_trend, report, sharded
+from wngrad.optim.state import holds, shares
 
 # b whose median grew this many times more than under directions of norm 1 started too low.
 _TOO_FAST = 100.0
@@ -195,9 +196,9 @@ def _parameters(opt: Optimizer, group: dict[str, Any]) -> list[_Blocks]:
     params = [
         _blocks(opt, group, i, p)
         for i, p in enumerate(group["params"])
-        if "b" in opt.state.get(p, {}) and not (group["hold_1d"] and p.dim() == 1)
+        if "b" in opt.state.get(p, {}) and not holds(group, p)
     ]
-    if params and report.shares(group):
+    if params and shares(group):
         # b never decreases: of those that share it, the largest is the latest.
         latest = max(params, key=lambda each: float(each.b.sum()))
         steps = max(each.steps for each in params)

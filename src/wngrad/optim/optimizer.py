@@ -218,7 +218,7 @@ class BlockOptimizer(Optimizer):
             its, p = each.settings, each.p
             if not isinstance(each.lam, Tensor) and each.lam == 0:
                 continue  # A step without rate changes nothing.
-            hold = its.hold_1d and p.dim() == 1
+            hold = state.holds(each.group, p)
             shares = its.shares and not hold
             alone = not shares or len(each.group["params"]) == 1
             averages = its.average is not None
@@ -238,9 +238,7 @@ class BlockOptimizer(Optimizer):
         return [
             sharded.local(self.state[p]["b"])
             for p in due.group["params"]
-            if p.grad is None
-            and not (due.settings.hold_1d and p.dim() == 1)
-            and "b" in self.state.get(p, {})
+            if p.grad is None and not state.holds(due.group, p) and "b" in self.state.get(p, {})
         ]
 
     def _lam(self, group: Group) -> float | Tensor:

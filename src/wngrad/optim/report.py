@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from wngrad.optim import sharded
-from wngrad.optim.state import NORM
+from wngrad.optim.state import NORM, holds, shares
 
 
 class RateSummary(NamedTuple):
@@ -99,18 +99,12 @@ def skips(opt: Optimizer, group: dict[str, Any]) -> list[Tensor]:
     shared: list[Tensor] = []
     for p in group["params"]:
         if "skipped" in (mine := opt.state.get(p, {})):
-            held = group["hold_1d"] and p.dim() == 1
-            (shared if shares(group) and not held else own).append(
+            (shared if shares(group) and not holds(group, p) else own).append(
                 sharded.local(mine["skipped"]).sum()
             )
     if shared:
         own.append(torch.stack([n.to(shared[0].device) for n in shared]).amax())
     return own
-
-
-def shares(group: dict[str, Any]) -> bool:
-    """Whether a group's parameters share their b."""
-    return bool(group["joint"] or group["per"] == "model")
 
 
 def skips_of(opt: Optimizer, group: dict[str, Any]) -> int:

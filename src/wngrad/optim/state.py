@@ -40,9 +40,18 @@ def b_dtype(*params: Tensor) -> torch.dtype:
     return torch.float64 if double else torch.float32
 
 
+def shares(group: Group) -> bool:
+    """Whether a group's parameters share their b, those apart that hold theirs."""
+    return bool(group["joint"]) or group["per"] == "model"
+
+
+def holds(group: Group, p: Tensor) -> bool:
+    """Whether a parameter's b stays b₁."""
+    return bool(group["hold_1d"]) and p.dim() == 1
+
+
 def _b_dtype_in(group: Group, p: Tensor) -> torch.dtype:
-    shares = group["joint"] or group["per"] == "model"
-    return b_dtype(*group["params"]) if shares else b_dtype(p)
+    return b_dtype(*group["params"]) if shares(group) else b_dtype(p)
 
 
 def wanted(group: Group, i: int, direction: Direction) -> dict[str, blocks.Shape]:
