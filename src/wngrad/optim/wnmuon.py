@@ -85,7 +85,7 @@ class WNMuon(BlockOptimizer):
     Note:
         A gradient that is not finite spoils its whole matrix, which `nonfinite="skip"` then leaves
         as it was. ρ, C, η, μ, w and the rest were chosen on four tasks and judged on others:
-        docs/nothing-to-tune.md. `finetune` and rivals: docs/fine-tuning.md.
+        see docs/nothing-to-tune.md. For `finetune` and rivals, see docs/fine-tuning.md.
     """
 
     own_settings: ClassVar[checks.Own] = (
