@@ -19,8 +19,10 @@ import torch
 import golden
 from conftest import jax_in_float64
 from wngrad import WNAdam, WNGrad
+from wngrad import lipschitz_b_init as lipschitz_b_init_in_torch
 from wngrad.transforms import (
     flax_neuron_axis,
+    lipschitz_b_init,
     neuron_axis_of,
     scale_by_wn_adam,
     scale_by_wngrad,
@@ -28,6 +30,7 @@ from wngrad.transforms import (
     wngrad,
     wnmuon,
 )
+from wngrad.transforms.blocks import power_of_two
 from wngrad.transforms.chains import bias_correction
 
 TABLE = {
@@ -662,6 +665,82 @@ def test_orbax_brings_the_state_back_bit_for_bit(name, tmp_path):
     assert equal(go(params, state, grads), go(params, again, grads))
 
 
+# ---------------------------------------------------------------- a b₁ from sampled slopes
+
+
+def bowl(x, *a):
+    """½ xᵀ diag(a) x, whose gradient has the Lipschitz constant max a."""
+    return (jnp.array(a) * x**2).sum() / 2
+
+
+@pytest.mark.parametrize("points", [2, 3, 8])
+def test_the_lipschitz_constant_is_estimated_from_below(points):
+    loss = lambda x: bowl(x, 1.0, 3.0, 10.0)  # noqa: E731
+    key = jax.random.key(points)
+    assert 1 <= lipschitz_b_init(loss, jnp.ones(3), points=points, key=key) <= 10 * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
+def test_that_of_a_round_bowl_is_found_in_any_type(dtype):
+    """f = 3‖x‖² over leaves of two types, one of them Python's: L = 6, up to rounding."""
+    params = {"w": jnp.ones((3, 2), dtype), "b": [2.0]}
+    loss = lambda p: 3 * sum((jnp.abs(x) ** 2).sum() for x in map(wide, jax.tree.leaves(p)))  # noqa: E731
+    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
+    assert lipschitz_b_init(loss, params) == pytest.approx(6, rel=0.02)
+
+
+def test_the_start_from_slopes_is_torchs(x64):
+    """The same number for the same quadratic, in proportion to λ and to the loss."""
+    p = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
+    theirs = lipschitz_b_init_in_torch(p, lambda: 2 * p.weight.square().sum(), lr=8.0)
+    x = jnp.asarray(p.weight.detach().numpy())
+    assert lipschitz_b_init(lambda x: 2 * (x**2).sum(), x, learning_rate=8.0) == pytest.approx(
+        theirs
+    )
+    assert lipschitz_b_init(lambda x: 16 * (x**2).sum(), x) == pytest.approx(theirs)
+
+
+def test_the_start_from_slopes_is_the_stable_rate():
+    """b₁ = λL: the rate is 1/L, and the bowl's minimum one step away, less what b grows."""
+    loss, x = lambda x: bowl(x, 7.0, 7.0), jnp.ones(2)
+    opt = wngrad(3.0, b_init=lipschitz_b_init(loss, x, learning_rate=3.0), per="tensor")
+    state, losses = opt.init(x), [loss(x)]
+    for _ in range(20):
+        x, state = step(opt, x, state, jax.grad(loss)(x))
+        losses.append(loss(x))
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 1e-2 * losses[0]
+
+
+def test_the_key_decides_where_the_points_lie():
+    loss = lambda x: bowl(x, 1.0, 5.0)  # noqa: E731
+    one, same, other = (
+        lipschitz_b_init(loss, jnp.ones(2), key=jax.random.key(k)) for k in (1, 1, 2)
+    )
+    assert one == same != other
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"points": 1}, "`points` must be an integer >= 2, got 1"),
+        ({"points": 2.0}, "`points`.*got 2.0"),
+        ({"radius": 0.0}, "`radius`.*got 0.0"),
+        ({"learning_rate": -1.0}, "`learning_rate`.*got -1.0"),
+    ],
+)
+def test_bad_arguments_of_the_start_from_slopes_are_named(options, match):
+    with pytest.raises(ValueError, match=f"lipschitz_b_init: {match}"):
+        lipschitz_b_init(jnp.sum, jnp.ones(2), **options)
+
+
+def test_a_loss_without_slopes_has_no_such_start():
+    with pytest.raises(ValueError, match=r"lipschitz_b_init: `loss` needs.*`b_init` as a number"):
+        lipschitz_b_init(jnp.sum, jnp.ones(2))
+    with pytest.raises(ValueError, match=r"lipschitz_b_init: `params` must have an entry"):
+        lipschitz_b_init(jnp.sum, {})
+
+
 # ---------------------------------------------------------------- checks
 
 
@@ -768,14 +847,122 @@ def test_an_injected_half_precision_lam_is_squared_in_float32():
     np.testing.assert_allclose(optax.tree.get(state, "b"), 90001, rtol=1e-3)
 
 
-@pytest.mark.parametrize("per", ["neuron", "model"])
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("per", ["neuron", "tensor", "model"])
 def test_no_square_overflows_or_vanishes(per):
     """b₁ from the gradient: whatever its size, the first step is ½ long, as in torch."""
     opt, x = wngrad(1.0, b_init="gradient", per=per, neuron_axis=0), jnp.zeros((1, 4))
-    go = jax.jit(partial(step, opt))
-    for size in (1e-25, 1e-20, 1.0, 1e20, 1e30):
-        after, _ = go(x, opt.init(x), jnp.full((1, 4), size))
-        np.testing.assert_allclose(after, -0.25, rtol=1e-5)
+    for go in (partial(step, opt), jax.jit(partial(step, opt))):
+        for size in (1e-31, 1e-25, 1e-20, 1.0, 1e20, 1e30, 1e37, 8e37):  # b is four times that
+            after, _ = go(x, opt.init(x), jnp.full((1, 4), size))
+            np.testing.assert_allclose(after, -0.25, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("make", [wngrad, partial(wngrad, momentum=0.9), wn_adam])
+@pytest.mark.parametrize("size", [1e-31, 1e30, 8e37, 9e37, 1e38, LARGEST])
+def test_the_first_step_is_a_half_at_the_ends_of_the_range(make, size):
+    """λ = 2⁻²⁰: b fits its type, however large a finite gradient is."""
+    x, g = jnp.zeros((2, 3)), jnp.zeros((2, 3)).at[0].set(size)
+    opt = make(2.0**-20, b_init="gradient")
+    tiny = size < 1 and 2.0**-20 * size < 1e-31  # too small to set a b: nothing moves
+    for go in (partial(step, opt), jax.jit(partial(step, opt))):
+        after, _ = go(x, opt.init(x), g)
+        np.testing.assert_allclose(after[0], 0 if tiny else -0.5, rtol=1e-5)
+        assert not after[1].any()
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("size", [1e-32, 1e30, 1e37, 9e37, 1e38, 1.6e38])
+def test_torch_and_optax_agree_on_the_largest_and_least_gradients(size):
+    """b₁ = 1 and a λ that brings λ‖g‖ to about 10: entries of all sizes below the largest."""
+    draw = np.random.default_rng(0)
+    g = (size * draw.uniform(-1, 1, (3, 4))).astype(np.float32)
+    p, lam = torch.nn.Parameter(torch.zeros(3, 4)), 10 / size
+    p.grad = torch.tensor(g)
+    ours = WNGrad([p], lr=lam)
+    opt = wngrad(lam, neuron_axis=0)
+    ours.step()
+    for go in (partial(step, opt), jax.jit(partial(step, opt))):
+        x, state = go(jnp.zeros((3, 4)), opt.init(jnp.zeros((3, 4))), jnp.array(g))
+        b = optax.tree.get(state, "b")
+        np.testing.assert_allclose(b, ours.state[p]["b"].numpy(), rtol=1e-6)
+        np.testing.assert_allclose(x, p.detach().numpy(), rtol=1e-5)
+
+
+@pytest.mark.usefixtures("optimized")
+def test_a_large_gradient_is_never_taken_for_none():
+    """Where b or the norm is too large for its type, the step is NaN, or skipped and counted."""
+    x = {"w": jnp.zeros((3, 2))}
+    for size in (1e37, 1e38, LARGEST):
+        g = {"w": jnp.full((3, 2), size)}
+        opt, skipping = wngrad(), wngrad(nonfinite="skip")
+        for wrap in (lambda f: f, jax.jit):
+            after, _ = wrap(partial(step, opt))(x, opt.init(x), g)
+            assert np.isnan(after["w"]).all()
+            after, state = wrap(partial(step, skipping))(x, skipping.init(x), g)
+            assert not after["w"].any()
+            assert int(optax.tree.get(state, "skipped")) == 2
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("make", [wngrad, partial(wngrad, b_init="gradient"), wn_adam, wnmuon])
+@pytest.mark.parametrize("size", [1e-30, 1e-25, 1.0, 1e30, 1e38])
+def test_what_the_compiler_knows_changes_nothing(make, size):
+    """XLA moves constants about: the gradient, a factor in it, λ and b₁ may all be ones."""
+    x = jnp.array([[0.0], [0.5], [1], [1]])
+    opt, g = make(0.3 if make is wnmuon else max(10 / size, 1e-20)), size * x
+
+    def first(g, state=None):
+        updates, state = opt.update(g, opt.init(g) if state is None else state, g)
+        return updates, optax.tree.get(state, "b")
+
+    programs = (
+        (lambda: first(g), ()),
+        (first, (g,)),
+        (first, (g, opt.init(g))),
+        (lambda x: first(x * size), (x,)),
+        (lambda x: first(x * size, opt.init(g)), (x,)),
+    )
+    updates, b = first(g)
+    assert jnp.isfinite(b).all()
+    assert updates[1:].all()
+    for program, arguments in programs:
+        close(jax.jit(program)(*arguments), (updates, b), rtol=1e-4)
+
+
+@pytest.mark.usefixtures("optimized")
+def test_a_constant_gradient_of_zero_is_no_step():
+    x = jnp.array([1.0, 2.0, 3.0])
+    opt = wngrad()
+    after, state = jax.jit(lambda: step(opt, x, opt.init(x), jnp.array([0.0, 1.0, 0.0])))()
+    assert after.tolist() == [1, 1.5, 3]
+    assert optax.tree.get(state, "b").tolist() == [1, 2, 1]
+
+
+@pytest.mark.usefixtures("optimized")
+def test_float64_has_its_own_range(x64):
+    for size in (1e-280, 1e300, 5e307, 1e308):
+        x, g = jnp.zeros((4, 1)), jnp.zeros((4, 1)).at[:2].set(size / 2)
+        opt = wngrad(0.25, b_init="gradient")
+        for go in (partial(step, opt), jax.jit(partial(step, opt))):
+            after, _ = go(x, opt.init(x), g)
+            np.testing.assert_allclose(after.ravel(), [-(0.5**1.5)] * 2 + [0] * 2, rtol=1e-12)
+
+
+@pytest.mark.usefixtures("optimized")
+def test_a_power_of_two_brings_any_number_between_1_and_4():
+    rising = np.float32(2.0) ** np.arange(-126, 128, dtype=np.float32)
+    x = np.concatenate([rising, 1.999999 * rising]).astype(np.float32)
+    scale = np.asarray(jax.jit(power_of_two)(jnp.array(x)))
+    assert (np.frexp(scale)[0] == 0.5).all()
+    assert (scale >= np.finfo(np.float32).tiny).all()
+    assert ((scale * x >= 1) & (scale * x < 4)).all()
+    odd = jnp.array([math.nan, math.inf])
+    assert power_of_two(odd).tolist() == [1, 1]
 
 
 def test_the_axis_is_static_under_inject_hyperparams():
@@ -796,10 +983,43 @@ def test_concrete_arrays_are_looked_at_like_numbers():
             wngrad(**{name: value})
 
 
-def test_extra_arguments_are_let_through(make):
-    opt, params = make(), tree()
-    update = partial(opt.update, value=1.0)
-    jax.eval_shape(update, tree(1), jax.eval_shape(opt.init, params), params)
+def test_extra_arguments_are_let_through_and_change_nothing(make):
+    opt, params = make(), small_tree(0)
+    state, grads = opt.init(params), small_tree(1)
+    plain, update = jax.jit(opt.update), jax.jit(partial(opt.update, value=1.0))
+    without = plain(grads, state, params)
+    assert all(u.any() for u in jax.tree.leaves(without[0]))
+    assert equal(update(grads, state, params), without)
+
+
+@pytest.mark.parametrize("func", [wngrad, wn_adam, scale_by_wngrad, scale_by_wn_adam, wnmuon])
+def test_the_annotation_says_that_extra_arguments_are_taken(func):
+    kind = optax.GradientTransformationExtraArgs
+    assert inspect.signature(func).return_annotation is kind
+    assert isinstance(func(), kind)
+
+
+def test_pythons_numbers_are_leaves_like_arrays(make):
+    """As optax takes them; the state is that of arrays, so that a scan may carry it."""
+    numbers, grads = {"a": 1.0, "b": [2.0]}, {"a": 0.5, "b": [-3.0]}
+    arrays = jax.tree.map(jnp.float32, numbers)
+    state, theirs = make().init(numbers), make().init(arrays)
+    assert kinds(state) == kinds(theirs)
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(state))
+    for _ in range(2):
+        numbers, state = step(make(), numbers, state, grads)
+        arrays, theirs = step(make(), arrays, theirs, jax.tree.map(jnp.float32, grads))
+    assert equal((numbers, state), (arrays, theirs))
+
+
+@pytest.mark.parametrize("make", [wngrad, wn_adam, wnmuon])
+def test_a_b_init_read_from_json_is_taken(make):
+    """JSON has lists in the place of tuples; torch takes them, too."""
+    x = jnp.ones((3, 2))
+    listed, paired = (make(b_init=kind(("gradient", 2.0))) for kind in (list, tuple))
+    assert equal(step(listed, x, listed.init(x), x), step(paired, x, paired.init(x), x))
+    with pytest.raises(ValueError, match=r"`b_init` must be a number > 0, .* got \['x', 2.0\]"):
+        make(b_init=["x", 2.0])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -18,6 +18,7 @@ from torch import nn
 from conftest import jax_in_float64
 from wngrad import WNMuon
 from wngrad.optim import orthogonalize as orthogonalize_in_torch
+from wngrad.optim.start import norm as norm_in_torch
 from wngrad.polynomials import LARGEST
 from wngrad.transforms import (
     MatrixAxes,
@@ -186,6 +187,19 @@ def test_norms_of_finetuned_weights_are_taken_once_and_never_nearly_zero(x64):
     assert not equal(after, params)
 
 
+@pytest.mark.parametrize("size", [1e-36, 1e-25, 1e-3, 1.0, 1e20, 8e37, 1e38, 3.4e38])
+def test_norms_of_finetuned_weights_agree_with_torchs_at_any_size(size):
+    """No square overflows or vanishes, nor does the norm of many neurons where that of one fits."""
+    weight = np.full((3, 2), size, np.float32)
+    weight[0, 0] = 0
+    for leaf, layout in ((weight, "matrix"), (weight[:, 0], "vector")):
+        opt = wnmuon(finetune=True, layout=layout)
+        expected = norm_in_torch(torch.tensor(leaf), 2 if layout == "matrix" else 3)
+        for init in (opt.init, jax.jit(opt.init)):
+            norm = get(init(jnp.asarray(leaf)), "norm")
+            np.testing.assert_allclose(norm, float(expected), rtol=1e-6)
+
+
 def test_finetune_is_a_flag():
     with pytest.raises(TypeError, match="wnmuon: `finetune` must be True or False, got 1"):
         wnmuon(finetune=1)
@@ -250,7 +264,8 @@ def test_the_orthogonalization_is_torchs(x64, shape):
 def test_no_singular_value_is_too_large_and_zero_stays_zero():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((9, 6)), jnp.float32)
     x = x.at[2].set(0).at[:, 3].set(0)
-    for scale in (1e-30, 1.0, 1e30):
+    x = x / jnp.abs(x).max()
+    for scale in (1e-30, 1.0, 1e30, 8e37, 9e37, 1e38, float(np.finfo(np.float32).max)):
         u = np.asarray(orthogonalize(scale * x))
         singular = np.linalg.svd(u, compute_uv=False)
         assert singular[0] <= LARGEST
@@ -260,6 +275,28 @@ def test_no_singular_value_is_too_large_and_zero_stays_zero():
     assert not orthogonalize(jnp.zeros((3, 2))).any()
     assert np.isnan(orthogonalize(x.at[0, 0].set(jnp.nan))).all()
     assert np.isnan(orthogonalize(x.at[0, 0].set(jnp.inf))).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (4, 3), (2, 5, 4), (3, 40), (1, 3), (3, 1)])
+def test_the_size_of_a_matrix_changes_nothing(shape):
+    """Not a bit where it is a power of two, up to the largest number and down to normal ones."""
+    x = np.random.default_rng(0).uniform(0.5, 1, shape).astype(np.float32)
+    x *= np.random.default_rng(1).choice([-1, 1], shape)
+    one = orthogonalize(jnp.asarray(x))
+    for power in (-125, -100, -1, 1, 100, 126, 127, 128):
+        assert equal(orthogonalize(jnp.asarray(np.ldexp(x, power))), one)
+    np.testing.assert_allclose(orthogonalize(jnp.asarray(3.4e38 * x)), one, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+def test_the_largest_gradients_are_steps_like_others(finetune):
+    params, grads = tree(), tree(1)
+    state = wnmuon(finetune=finetune).init(params)
+    largest = max(float(np.abs(g).max()) for g in jax.tree.leaves(grads))
+    for power in (100, math.floor(128 - math.log2(largest))):
+        scaled = jax.tree.map(lambda g: np.ldexp(g, power), grads)  # noqa: B023
+        ours = compiled(finetune=finetune)(0.3, params, state, scaled)[0]
+        assert equal(ours, compiled(finetune=finetune)(0.3, params, state, grads)[0])
 
 
 @pytest.mark.parametrize("least", [1.0, 1e-3, 1e-6])
@@ -543,6 +580,28 @@ def test_inject_hyperparams_makes_the_rate_a_state():
     ours, _ = jax.jit(partial(step, opt))(params, state, grads)
     theirs, _ = run(params, [grads], rate=0.1)
     assert furthest(ours, theirs) < 1e-6
+
+
+def test_a_layout_as_a_function_is_static_under_inject_hyperparams():
+    make = optax.inject_hyperparams(wnmuon, static_args=("layout",))
+    opt = make(learning_rate=0.3, layout=lambda path, shape: MatrixAxes(1, 0))
+    assert get(opt.init(jnp.ones((3, 2))), "b").shape == (3, 1)
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+def test_pythons_numbers_are_leaves_like_arrays(finetune):
+    opt = optax.chain(wnmuon(finetune=finetune), polynomial_average())
+    numbers, grads = {"a": 1.0, "b": [2.0]}, {"a": 0.5, "b": [-3.0]}
+    arrays = jax.tree.map(jnp.float32, numbers)
+    state, theirs = opt.init(numbers), opt.init(arrays)
+    assert kinds(state) == kinds(theirs)
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(state))
+    for _ in range(2):
+        numbers, state = step(opt, numbers, state, grads)
+        arrays, theirs = step(opt, arrays, theirs, jax.tree.map(jnp.float32, grads))
+    assert equal((numbers, state), (arrays, theirs))
+    read = averaged_params(state, {"a": 1.0, "b": [2.0]})
+    assert equal(read, averaged_params(theirs, arrays))
 
 
 def test_accumulation_is_one_step_on_the_mean():

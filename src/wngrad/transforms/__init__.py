@@ -21,6 +21,7 @@ with naming_the_extra("wngrad.transforms", "jax", "optax"):
         polynomial_average,
     )
     from wngrad.transforms.layouts import MatrixAxes, flax_layout
+    from wngrad.transforms.lipschitz import lipschitz_b_init
     from wngrad.transforms.muon import WNMuonState, wnmuon
     from wngrad.transforms.neurons import flax_neuron_axis, neuron_axis_of
     from wngrad.transforms.optimizers import (
@@ -42,6 +43,7 @@ __all__ = [
     "averaged_params",
     "flax_layout",
     "flax_neuron_axis",
+    "lipschitz_b_init",
     "neuron_axis_of",
     "orthogonalize",
     "polynomial_average",

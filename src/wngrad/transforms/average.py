@@ -16,7 +16,7 @@ import optax
 from jax import Array
 
 from wngrad import rule
-from wngrad.transforms.blocks import b_dtype, wider
+from wngrad.transforms.blocks import arrays, b_dtype, wider
 from wngrad.transforms.chains import zero
 from wngrad.transforms.checks import checked
 from wngrad.transforms.settings import Number, PyTree
@@ -53,7 +53,8 @@ def polynomial_average(eta: Number = 8.0) -> optax.GradientTransformation:
 
     def init(params: PyTree) -> PolynomialAverageState:
         # A copy, so that parameters and state may both be donated.
-        return PolynomialAverageState(zero(), jax.tree.map(lambda p: jnp.copy(wider(p)), params))
+        average = jax.tree.map(lambda p: jnp.copy(wider(p)), arrays(params))
+        return PolynomialAverageState(zero(), average)
 
     def update(
         updates: PyTree, state: PolynomialAverageState, params: PyTree | None = None
@@ -63,7 +64,8 @@ def polynomial_average(eta: Number = 8.0) -> optax.GradientTransformation:
                 "polynomial_average: `params` must be given to `update`, since it averages them, "
                 "got None."
             )
-        moves = [(u != 0).any() for u in jax.tree.leaves(updates)]
+        params, moved = arrays(params), arrays(updates)
+        moves = [(u != 0).any() for u in jax.tree.leaves(moved)]
         counts = jnp.stack(moves).any() if moves else jnp.asarray(False)
         k = jnp.where(counts, optax.safe_increment(state.count), state.count)
 
@@ -72,7 +74,7 @@ def polynomial_average(eta: Number = 8.0) -> optax.GradientTransformation:
             new = _between(mean, wider(p) + wider(u), weight)
             return jnp.where(counts, new, mean).astype(mean.dtype)
 
-        average = jax.tree.map(leaf, state.average, params, updates)
+        average = jax.tree.map(leaf, state.average, params, moved)
         return updates, PolynomialAverageState(k, average)
 
     return optax.GradientTransformation(init, update)
@@ -105,7 +107,7 @@ def averaged_params(state: Any, params: PyTree | None = None) -> PyTree:
         )
 
     def leaf(mean: Any, p: Any) -> Any:
-        return p if isinstance(mean, optax.MaskedNode) else mean.astype(p.dtype)
+        return p if isinstance(mean, optax.MaskedNode) else mean.astype(jnp.result_type(p))
 
     average = states[0].average
     if params is None:

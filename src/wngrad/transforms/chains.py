@@ -10,20 +10,23 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from wngrad.transforms.blocks import wider
+from wngrad.transforms.blocks import arrays, wider
 from wngrad.transforms.settings import PyTree
 
 
 def narrowed(
     wide: optax.GradientTransformation, needs_params: str | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Updates in the gradients' type, rounded once, at the end.
+    """Updates in the gradients' type, rounded once, at the end; leaves may be Python's numbers.
 
     Args:
         wide: gives its updates in float32 or wider.
         needs_params: the owner of a `weight_decay`, which must be given the parameters.
     """
     inner = optax.with_extra_args_support(wide)
+
+    def init(params: PyTree) -> Any:
+        return inner.init(arrays(params))
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
@@ -33,10 +36,11 @@ def narrowed(
                 f"{needs_params}: `params` must be given to `update`, since `weight_decay` needs "
                 f"them, got None."
             )
+        updates, params = arrays(updates), arrays(params)
         new, state = inner.update(updates, state, params, **extra)
         return like(new, updates), state
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def add_decay(decay: Any) -> optax.GradientTransformation:

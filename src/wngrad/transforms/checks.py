@@ -12,9 +12,10 @@ def parse_b_init(owner: str, b_init: Any) -> tuple[Any, Any]:
     """(b₁, None), or (None, C) where the first gradient sets it."""
     if isinstance(b_init, str) and b_init == "gradient":
         return None, 1.0
-    if isinstance(b_init, tuple) and len(b_init) == 2 and b_init[0] == "gradient":
+    several = isinstance(b_init, (tuple, list))  # JSON gives back a list for a tuple
+    if several and len(b_init) == 2 and b_init[0] == "gradient":
         return None, checked(owner, "b_init", b_init[1], above=0.0)
-    if b_init is None or isinstance(b_init, (str, tuple)):
+    if b_init is None or several or isinstance(b_init, str):
         raise ValueError(
             f'{owner}: `b_init` must be a number > 0, "gradient" or ("gradient", C), '
             f"got {b_init!r}."

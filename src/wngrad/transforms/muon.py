@@ -12,7 +12,7 @@ import optax
 from jax import Array
 
 from wngrad import rule
-from wngrad.transforms.blocks import Blocks, wider
+from wngrad.transforms.blocks import Blocks, norm_of, times, wider
 from wngrad.transforms.chains import bias_correction, is_off, narrowed, placed_by_compiler, zero
 from wngrad.transforms.checks import checked
 from wngrad.transforms.layouts import Layouts, Matrices
@@ -148,7 +148,8 @@ class _Step:
         rms = _of_vectors(_next_rms, state.rms, g)
         u = over(self._direction, g, m, rms, state.t)
         grown = self._blocks.grow(u, state.b, state.count)
-        moves = over(self._move, u, grown.divisor, grown.live, u if params is None else params)
+        blocks = grown.scale, grown.divisor, grown.live
+        moves = over(self._move, u, *blocks, u if params is None else params)
         if self._finetune:
             moves = jax.tree.map(lambda move, norm: norm * move, moves, state.norm)
         return moves, WNMuonState(
@@ -178,18 +179,21 @@ class _Step:
         u = placed_by_compiler(orthogonalized, ahead)
         return u * matrices.seen(g) if matrices.by_rows else u
 
-    def _move(self, path: tuple[Any, ...], u: Array, b: Array, live: Array, x: Array) -> Array:
+    def _move(
+        self, path: tuple[Any, ...], u: Array, scale: Array, b: Array, live: Array, x: Array
+    ) -> Array:
         """(u + w·x)/b, and exactly 0 where a block does not take the step."""
         matrices = self._matrices(path, u)
         if self._decay is not None and matrices is not None and not matrices.by_rows:
             u = u + self._decay * wider(x)
-        return jnp.where(live, u / b, 0)
+        return jnp.where(live, times(scale, u) / b, 0)
 
 
 def _norm(p: Array, b: Array) -> Array:
     """√(‖p‖²/neurons), one for each b; at least 0.1, or 1/√3 where that is 0."""
-    mean = jnp.sqrt(jnp.sum(jnp.square(jnp.abs(wider(p)))) / max(1, b.size))
-    return jnp.where(mean == 0, _FRESH, jnp.maximum(mean, _LEAST)).astype(jnp.float32)
+    # Divided first: the norm of all may be too large for its type where that of one is not.
+    mean = norm_of(wider(p) / math.sqrt(max(1, b.size)), None)
+    return jnp.where((p != 0).any(), jnp.maximum(mean, _LEAST), _FRESH).astype(jnp.float32)
 
 
 def _next_rms(rms: Array, g: Array) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from wngrad import rule
-from wngrad.transforms.blocks import Blocks, Growth, wider
+from wngrad.transforms.blocks import Blocks, Growth, times, wider
 from wngrad.transforms.chains import add_decay, bias_correction, is_off, like, narrowed, zero
 from wngrad.transforms.checks import checked
 from wngrad.transforms.settings import BInit, NeuronAxis, Nonfinite, Number, Per, PyTree, Rate
@@ -44,7 +44,7 @@ def wngrad(
     per: Per = "neuron",
     neuron_axis: NeuronAxis = None,
     nonfinite: Nonfinite = "propagate",
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """WNGrad (Alg. 3): b_j ← b_{j-1} + λ²‖g‖²/b_{j-1}, then x_j ← x_{j-1} − λ g/b_j.
 
     No block ever moves by more than ½ in one step, whatever λ does; with momentum by ½/(1−μ).
@@ -78,7 +78,7 @@ def wn_adam(
     per: Per = "neuron",
     neuron_axis: NeuronAxis = None,
     nonfinite: Nonfinite = "propagate",
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """WN-Adam (Alg. 4): Adam's running mean ĝ under WNGrad's b; x ← x − (λ/b_j)·ĝ_j/(1−βᵗ).
 
     Where λ changes, the mean is that of λg: no block moves by more than ½ in one step.
@@ -100,7 +100,7 @@ def scale_by_wngrad(
     per: Per = "neuron",
     neuron_axis: NeuronAxis = None,
     nonfinite: Nonfinite = "propagate",
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """g ↦ g/b_j, or v/λ with momentum; arguments as for `wngrad`.
 
     λ enters b; `optax.scale_by_learning_rate` has to follow, with the same λ.
@@ -117,7 +117,7 @@ def scale_by_wn_adam(
     per: Per = "neuron",
     neuron_axis: NeuronAxis = None,
     nonfinite: Nonfinite = "propagate",
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """g ↦ ĝ_j/((1−βᵗ)·b_j) with b from the raw gradient; to be followed as `scale_by_wngrad`.
 
     Where λ changes, λĝ is the mean of λg.
@@ -142,12 +142,12 @@ class _Momentum:
         return WNGradState(zero(), b, velocity, zero())
 
     def next(self, g: PyTree, new: Growth, state: WNGradState) -> tuple[PyTree, dict[str, PyTree]]:
-        """The direction, and the buffers to store."""
+        """The direction, and the buffers to store; g is scaled as b is."""
         if not self.has_rate:
-            return jax.tree.map(lambda g, b: wider(g) / b, g, new.divisor), {}
+            return jax.tree.map(jnp.divide, g, new.divisor), {}
 
         def leaf(g: jax.Array, b: jax.Array, on: jax.Array, v: jax.Array) -> jax.Array:
-            return jnp.where(on, rule.momentum(wider(v), wider(g), b, self.mu, new.lam), v)
+            return jnp.where(on, rule.momentum(wider(v), g, b, self.mu, new.lam), v)
 
         v = jax.tree.map(leaf, g, new.divisor, new.live, state.velocity)
         return v, {"velocity": like(v, state.velocity)}
@@ -167,13 +167,13 @@ class _RunningMean:
         return WNAdamState(zero(), b, velocity, t, zero())
 
     def next(self, g: PyTree, new: Growth, state: WNAdamState) -> tuple[PyTree, dict[str, PyTree]]:
-        """The direction, and the buffers to store."""
+        """The direction, and the buffers to store; g is scaled as b is."""
         t = jax.tree.map(lambda t, on: t + on, state.t, new.live_blocks)
 
         def leaf(
             g: jax.Array, before: jax.Array, b: jax.Array, on: jax.Array, v: jax.Array
         ) -> jax.Array:
-            after = rule.mean_step(wider(v), wider(g), before, b, self.beta, new.lam)
+            after = rule.mean_step(wider(v), g, before, b, self.beta, new.lam)
             return jnp.where(on, after, v)
 
         v = jax.tree.map(leaf, g, new.before, new.divisor, new.live, state.velocity)
@@ -203,7 +203,8 @@ def _scaling(
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         new = blocks.grow(updates, state.b, state.count)
-        out, buffers = direction.next(updates, new, state)
+        g = jax.tree.map(lambda scale, g: times(scale, wider(g)), new.scale, updates)
+        out, buffers = direction.next(g, new, state)
         if rated and not direction.has_rate:
             out = jax.tree.map(lambda d: new.lam * d, out)
         elif direction.has_rate and not rated:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from wngrad.polynomials import ABOVE, COEFFICIENTS, NOTHING, WIDE
-from wngrad.transforms.blocks import wider
+from wngrad.transforms.blocks import power_of_two, times, wider
 
 
 @partial(jax.jit, static_argnames=("precision",))  # traced once for all leaves of one shape
@@ -46,8 +46,7 @@ def orthogonalize(matrices: Array, precision: Any = "highest") -> Array:
 
 def _scaled(x: Array) -> Array:
     """Every matrix divided by its Frobenius norm, which neither overflows nor underflows."""
-    top = jnp.abs(x).max((-2, -1), keepdims=True)
-    x = x / jnp.where(top > 0, top, 1)
+    x = times(power_of_two(jnp.abs(x).max((-2, -1), keepdims=True)), x)
     sq = (x**2).sum((-2, -1), keepdims=True)
     x = x / jnp.sqrt(jnp.where(sq > 0, sq, 1))
     return jnp.where(jnp.abs(x) < NOTHING, 0, x)

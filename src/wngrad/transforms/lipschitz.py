@@ -1,0 +1,80 @@
+"""b₁ from a sampled Lipschitz constant (Remark 2.2), the twin of `wngrad.optim.lipschitz`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.flatten_util import ravel_pytree
+
+from wngrad import slopes
+from wngrad.transforms.blocks import arrays
+from wngrad.transforms.checks import checked
+from wngrad.transforms.settings import Number, PyTree
+
+
+def lipschitz_b_init(
+    loss: Callable[[PyTree], Any],
+    params: PyTree,
+    *,
+    learning_rate: Number = 1.0,
+    points: int = 2,
+    radius: float = 1e-3,
+    key: Array | None = None,
+) -> float:
+    """b₁ = λ·max ‖∇f(u_j) − ∇f(u_k)‖/‖u_j − u_k‖ over points near the start (Remark 2.2).
+
+    An estimate of the gradient's Lipschitz constant from below. It is a number, so not to be
+    called inside `jit`.
+
+    Args:
+        loss: f, of the parameters alone.
+        params: the parameters at their start.
+        learning_rate: the λ the optimizer will be given; b₁ is in proportion to it.
+        points: R ≥ 2, the number of points and of gradients.
+        radius: how far the points lie from the start, relative to the parameters' norm (or, if
+            that is smaller, to 1).
+        key: for the points; `jax.random.key(0)` if None.
+
+    Returns:
+        A number for `b_init`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from wngrad.transforms import lipschitz_b_init, wngrad
+        >>> params = {"w": jnp.ones(3)}  # f = 2‖w‖², so L = 4
+        >>> b1 = lipschitz_b_init(lambda p: 2 * (p["w"] ** 2).sum(), params)
+        >>> opt = wngrad(b_init=b1)
+        >>> round(b1, 3)
+        4.0
+    """
+    owner = "lipschitz_b_init"
+    lam = float(checked(owner, "learning_rate", learning_rate, above=0.0))
+    far = float(checked(owner, "radius", radius, above=0.0))
+    if not isinstance(points, int) or points < 2:
+        raise ValueError(f"{owner}: `points` must be an integer >= 2, got {points!r}.")
+    params = arrays(params)
+    start, restore = ravel_pytree(params)
+    if not start.size:
+        raise ValueError(f"{owner}: `params` must have an entry, got {params!r}.")
+    eps = max(float(jnp.finfo(p.dtype).eps) for p in jax.tree.leaves(params))  # type: ignore[no-untyped-call]
+    size = slopes.radius(far, float(np.linalg.norm(_exactly(start))), eps)
+    near = []
+    for each in jax.random.split(jax.random.key(0) if key is None else key, points):
+        away = jax.random.normal(each, start.shape, start.dtype)
+        point = restore((start + size * away / jnp.linalg.norm(away)).astype(start.dtype))
+        # The point really reached, after rounding to the parameters' types.
+        near.append([_exactly(ravel_pytree(tree)[0]) for tree in (point, jax.grad(loss)(point))])
+    pairs = [np.subtract(one, other) for one, other in combinations(near, 2)]
+    apart = ((float(np.linalg.norm(u)), float(np.linalg.norm(g))) for u, g in pairs)
+    return lam * slopes.largest(owner, "loss", apart)
+
+
+def _exactly(x: Array) -> Any:
+    """An array of NumPy in 64 bits."""
+    return np.asarray(x).astype(np.complex128 if jnp.iscomplexobj(x) else np.float64)
