@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 from conftest import same, same_state
 from wngrad import WNMuon, matrix_groups, rate_metrics, step_in_backward
-from wngrad.optim.start import FRESH, LEAST
+from wngrad.muon_numbers import FRESH, LEAST
 
 FUSED = pytest.mark.parametrize("fused", [None, False], ids=["fused", "plain"])
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from conftest import same, same_state
 from wngrad import WNMuon, matrix_groups, show_rates
-from wngrad.optim.start import FRESH
+from wngrad.muon_numbers import FRESH
 
 peft = pytest.importorskip("peft")
 create_loraplus_optimizer = pytest.importorskip("peft.optimizers").create_loraplus_optimizer

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from wngrad import rule
+from wngrad.muon_numbers import BETA2
 from wngrad.optim import blocks, lists
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -137,7 +138,7 @@ class Adam(Direction):
 
     scale: float
     beta: float
-    beta2: float = 0.99
+    beta2: float = BETA2
     buffers: ClassVar[tuple[str, ...]] = ("m", "rms")
     counts_blocks: ClassVar[bool] = True
     touches_all: ClassVar[bool] = True

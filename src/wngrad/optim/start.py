@@ -8,15 +8,11 @@ be stuck there, so no norm is taken for less than 1/10.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from wngrad.muon_numbers import FRESH, LEAST
 from wngrad.optim import blocks, sharded
-
-FRESH = 1 / math.sqrt(3)  # of a row with entries drawn evenly from ±1/√in, as nn.Linear draws them
-LEAST = 0.1
 
 
 @torch.no_grad()

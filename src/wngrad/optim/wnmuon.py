@@ -8,14 +8,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from wngrad.muon_numbers import VECTOR_SCALE
 from wngrad.optim import checks
 from wngrad.optim.directions import Adam, Direction, known_to_kernels
 from wngrad.optim.matrices import Layout, Role, by_shape
 from wngrad.optim.optimizer import BlockOptimizer
 from wngrad.optim.orthogonalized import Orthogonalized, OrthogonalizedRows
 from wngrad.optim.roles import matrix_groups
-
-_VECTOR_SCALE = 0.3  # the step of a vector's entry in units of a neuron's; docs/log.md
 
 
 def _role(owner: str, name: str, value: object) -> str | None:
@@ -136,6 +135,6 @@ class WNMuon(BlockOptimizer):
         """Orthogonalized momentum for matrices, Adam's direction for vectors."""
         layout, mu = _layout_of(group, p), group["momentum"]
         if layout is None:
-            return Adam(_VECTOR_SCALE, mu)
+            return Adam(VECTOR_SCALE, mu)
         rows_apart = group["role"] == "embedding"
         return (OrthogonalizedRows if rows_apart else Orthogonalized)(mu, layout)

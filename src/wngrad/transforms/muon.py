@@ -12,17 +12,13 @@ import optax
 from jax import Array
 
 from wngrad import rule
+from wngrad.muon_numbers import BETA2, FRESH, LEAST, VECTOR_SCALE
 from wngrad.transforms.blocks import Blocks, norm_of, times, wider
 from wngrad.transforms.chains import bias_correction, is_off, narrowed, placed_by_compiler, zero
 from wngrad.transforms.checks import checked
 from wngrad.transforms.layouts import Layouts, Matrices
 from wngrad.transforms.orthogonal import orthogonalize
 from wngrad.transforms.settings import BInit, Layout, Nonfinite, Number, PyTree, Rate
-
-# As `WNMuon` of torch has them, to which the tests hold this one.
-_VECTOR_SCALE = 0.3  # the step of a vector's entry in units of a neuron's
-_BETA2 = 0.99  # of the vectors
-_FRESH, _LEAST = 1 / math.sqrt(3), 0.1  # norms of weights that are zero, or nearly
 
 
 class WNMuonState(NamedTuple):
@@ -193,20 +189,20 @@ def _norm(p: Array, b: Array) -> Array:
     """√(‖p‖²/neurons), one for each b; at least 0.1, or 1/√3 where that is 0."""
     # Divided first: the norm of all may be too large for its type where that of one is not.
     mean = norm_of(wider(p) / math.sqrt(max(1, b.size)), None)
-    return jnp.where((p != 0).any(), jnp.maximum(mean, _LEAST), _FRESH).astype(jnp.float32)
+    return jnp.where((p != 0).any(), jnp.maximum(mean, LEAST), FRESH).astype(jnp.float32)
 
 
 def _next_rms(rms: Array, g: Array) -> Array:
     """√(β₂·v + (1−β₂)·g²) of √v, which neither overflows nor underflows where g does not."""
-    old, new = math.sqrt(_BETA2), math.sqrt(1 - _BETA2)
+    old, new = math.sqrt(BETA2), math.sqrt(1 - BETA2)
     return _by_parts(lambda r, g: jnp.hypot(old * r, new * g), wider(rms), wider(g))
 
 
 def _adam(m: Array, rms: Array, t: Array, mu: Number) -> Array:
     """0.3·m̂/√v̂, Adam's direction; t counts the gradients before this one."""
-    unbiased = jnp.sqrt(bias_correction(_BETA2, t + 1)) / bias_correction(mu, t + 1)
+    unbiased = jnp.sqrt(bias_correction(BETA2, t + 1)) / bias_correction(mu, t + 1)
     ratio = _by_parts(lambda m, r: m / jnp.where(r == 0, 1, r), m, rms)
-    return _VECTOR_SCALE * unbiased * ratio
+    return VECTOR_SCALE * unbiased * ratio
 
 
 def _by_parts(f: Callable[[Array, Array], Array], x: Array, y: Array) -> Array:
