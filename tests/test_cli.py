@@ -29,6 +29,12 @@ def test_certify_prints_a_table_and_writes_a_picture(name, tmp_path):
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_a_tolerance_of_zero_is_drawn_without_a_line_and_without_a_warning(tmp_path):
+    done = call("certify", "booth", "--tol", "0", "--max-steps", "50", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "Wrote" in done.output
+
+
 def test_certify_takes_several_b1(tmp_path):
     done = call(
         "certify", "booth", "--b1", "2", "--b1", "0.5L", "--b1", "L", "--out", str(tmp_path)
@@ -61,7 +67,8 @@ def test_a_claim_that_fails_is_printed_and_is_exit_code_one(tmp_path):
     [
         (["certify", "nonsense"], "`problem` must be one of"),
         (["certify", "missing.py:f", "--x0", "1"], "not there"),
-        (["certify", "missing.py:f"], "`--x0` must be given"),
+        (["certify", "missing.py:f"], "missing.py is not there"),
+        (["certify", "wngrad.problems:booth"], "`--x0` must be given"),
         (["certify", "booth", "--b1", "many"], "`--b1` must be a number"),
         (["certify", "booth", "--b1", "-1"], "`b_init` must be a number > 0"),
         (["certify", "booth", "--x0", "1,a"], "`--x0` must be numbers"),

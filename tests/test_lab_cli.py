@@ -38,7 +38,7 @@ def test_run_trains_report_tells_and_a_second_run_has_nothing_to_do(here: Path) 
         text=True,
     )
     assert first.returncode == 0, first.stderr
-    assert "8 lanes, 1 epochs" in first.stderr
+    assert "8 lanes, 1 epoch\n" in first.stderr
     assert "pack-0002: 4 lanes at once" in first.stderr
     assert "1.0/1 epochs" in first.stdout
     assert len(list((here / "out/tiny/records").glob("*.json"))) == 8

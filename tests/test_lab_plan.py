@@ -168,7 +168,7 @@ def test_a_dry_run_prints_the_plan(tmp_path):
     done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     assert "Measured here: stacked, a step of 91 lanes " in done.output
-    assert "273 lanes of 1 epochs in 3 packs, 1 at a time, about " in done.output
+    assert "273 lanes of 1 epoch in 3 packs, 1 at a time, about " in done.output
     assert not list(tmp_path.iterdir())
     bad = CliRunner().invoke(app, [*words, "--device", "tpu"])
     assert (bad.exit_code, "device" in bad.output) == (2, True)

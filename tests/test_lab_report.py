@@ -400,6 +400,13 @@ def test_text_of_a_record_cannot_leave_its_place_in_the_page():
     assert page.embedded({"a": evil}).count("<") == 0
 
 
+def test_page_and_summary_say_once_what_the_best_lambda_is():
+    report = PaperReport(Results(SMALL, records()))
+    said = "The best λ is that of the best mean test accuracy at epoch 3"
+    assert page.render(report).count(said) == 1
+    assert report.markdown().count(said) == 1
+
+
 def test_optimizers_keep_their_looks_and_strangers_get_one():
     every = figures.styles(("sgd", "my.module:Fast", "wngrad", "my.module:Slow"))
     assert every["sgd"] == OPTIMIZERS["sgd"].style

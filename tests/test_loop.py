@@ -402,8 +402,9 @@ def test_a_task_that_cannot_work_is_told_in_a_line_before_anything_is_trained(ch
 
 @pytest.mark.parametrize(
     "changes",
-    [{"name": " "}, {"model": 3}, {"epochs": 0}, {"clip": 0.0}, {"warmup": 1.0}, {"patience": 0},
-     {"schedule": "step"}, {"autocast": "float16"}, {"accumulate": 0}],
+    [{"name": " "}, {"model": 3}, {"model": nn.Linear(2, 1)}, {"epochs": 0}, {"clip": 0.0},
+     {"warmup": 1.0}, {"patience": 0}, {"schedule": "step"}, {"autocast": "float16"},
+     {"accumulate": 0}],
 )  # fmt: skip
 def test_wrong_settings_are_named(changes):
     with pytest.raises(ValueError, match=f"LoaderTask: `{next(iter(changes))}` must be"):

@@ -11,8 +11,10 @@ import pytest
 
 from small_lab import wngrad
 from wngrad.lab.report.costs import read as read_costs
+from wngrad.lab.run import files
 from wngrad.lab.run.stop_rules import STARTUP, lost
-from wngrad.lab.sweep import plan
+from wngrad.lab.run.store import Store
+from wngrad.lab.sweep import page_source, plan
 from wngrad.lab.sweep.page_source import merged
 from wngrad.lab.train.spec import Lane, Record, Setting
 
@@ -155,6 +157,17 @@ def test_the_time_and_the_memory_of_a_step_are_in_the_table(tmp_path):
         assert state in ("16 B", "24 B"), row
 
 
+def test_a_run_that_fails_says_at_which_line_of_the_users_file(tmp_path):
+    text = TRAIN.replace("    opt = trial", "    0.1 / (0.1 - trial.lam)\n    opt = trial")
+    done = sweep(tmp_path, text, "--optimizers", "sgd", "--no-defaults")
+    assert done.exit_code == 1
+    line = text.splitlines().index("    0.1 / (0.1 - trial.lam)") + 1
+    reason = f"at line {line} of mine.py: ZeroDivisionError: float division by zero"
+    ends = {r["lam"]: r["reason"] for r in records(tmp_path / "out/mine").values()}
+    assert ends == {0.01: "", 0.1: reason}
+    assert f"1 of 2 lanes failed: sgd, λ = 0.1, seed 0 ({reason})." in done.stdout
+
+
 # ------------------------------------------------------------------------- a folder that grows
 
 
@@ -196,6 +209,38 @@ def test_two_sweeps_in_a_folder_are_shown_as_one():
     assert more.grid("adam") == (0.1, 0.3, 1.0)
 
 
+def test_a_lone_default_is_none_of_the_grid_once_its_optimizer_is_swept():
+    usual = plan("test_sweep:REGRESSION", lam=(0.1, 1.0), seeds=1).sweep
+    named = ("adamw", "wnmuon")
+    swept = plan("test_sweep:REGRESSION", lam=(0.1, 1.0), seeds=1, optimizers=named).sweep
+    assert usual.grid("wnmuon") == (0.3,)
+    assert merged(usual, usual).grid("wnmuon") == (0.3,)
+    for both in (merged(usual, swept), merged(swept, usual), merged(merged(usual, swept), usual)):
+        assert both.grid("wnmuon") == (0.1, 1.0)
+        assert both.lam == (0.1, 1.0)
+        assert Setting("wnmuon", 0.3) in both.settings  # as its default
+    one = plan("test_sweep:REGRESSION", lam=(0.3,), seeds=1, optimizers=named).sweep
+    assert merged(one, swept).grid("wnmuon") == (0.1, 0.3, 1.0)  # a grid of one λ is a grid
+
+
+def test_a_page_has_every_command_that_made_it_in_order(tmp_path):
+    for name in ("sgd", "adam", "sgd"):
+        assert sweep(tmp_path, LOADERS, "--optimizers", name).exit_code == 0
+    start = "wngrad sweep mine.py --lam 0.01,0.1 --seeds 1 --device cpu --optimizers"
+    out = tmp_path / "out/lines"
+    assert f"```sh\n{start} sgd\n{start} adam\n```" in (out / "summary.md").read_text()
+    page = (out / "report.html").read_text()
+    assert f"<code>{start} sgd</code>, then <code>{start} adam</code>" in page
+
+
+def test_a_folder_that_knows_its_last_command_alone_is_read(tmp_path):
+    store = Store(tmp_path)
+    asked = plan("test_sweep:REGRESSION", lam=(0.1,), seeds=1, optimizers=("sgd",))
+    old = {"sweep": asked.sweep.to_json(), "notes": [], "command": "wngrad sweep mine.py"}
+    store.place.write(store.folder / page_source.NAME, files.seal_json(old))
+    assert page_source.read(store).commands == ("wngrad sweep mine.py",)
+
+
 def test_a_schedule_holds_a_folder_to_its_epochs(tmp_path):
     text = LOADERS.replace("epochs=3", "epochs=3, schedule='linear'")
     assert sweep(tmp_path, text, "--optimizers", "sgd").exit_code == 0
@@ -234,7 +279,7 @@ def test_runs_that_diverge_are_ended_and_the_time_saved_is_shown(text, tmp_path)
     words = ("--optimizers", "sgd", "--no-defaults", "--epochs", "6", "--stop", "diverged")
     done = sweep(tmp_path, text, *words, lam="0.1,1e30")
     assert done.exit_code == 0, done.stderr
-    assert "It has ended 1 runs, and saved about" in done.stdout
+    assert "It has ended 1 run, and saved about" in done.stdout
     (out,) = (tmp_path / "out").iterdir()
     ends = {r["lam"]: (r.get("ended", ""), r["diverged_at"]) for r in records(out).values()}
     assert ends[1e30][0] == "stopped: it had diverged"
@@ -254,7 +299,7 @@ def test_runs_that_train_as_one_program_are_never_ended_and_the_page_says_so(tmp
     assert "It has ended no run. Runs that train as one program are never ended" in summary
     other = sweep(tmp_path, TENSORS, *words, "--program", "lone", "--out", "o", lam="0.1,1e30")
     assert "never ended" not in other.stdout
-    assert "It has ended 1 runs" in other.stdout, other.stdout
+    assert "It has ended 1 run, and" in other.stdout, other.stdout
 
 
 def test_the_median_ends_runs_that_are_behind_and_keeps_the_others(tmp_path):
@@ -325,7 +370,37 @@ def test_a_dry_run_of_a_function_says_that_its_time_is_not_known(tmp_path):
     assert "2 lanes of 3 epochs in 2 packs" in loop.stdout, loop.stderr
 
 
+def test_init_writes_to_out_and_not_to_two_files(tmp_path):
+    done = wngrad(tmp_path, "sweep", "--init", "train", "--out", "bar.py")
+    assert done.exit_code == 0, done.stderr
+    assert "Wrote bar.py" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["bar.py"]
+    both = wngrad(tmp_path, "sweep", "foo.py", "--init", "train", "--out", "baz.py")
+    assert both.exit_code == 2
+    assert "`--init` writes one file, got foo.py and, as `--out`, baz.py." in both.stderr
+
+
+def test_the_page_of_a_folder_may_be_written_elsewhere(tmp_path):
+    assert sweep(tmp_path, TRAIN, "--optimizers", "sgd").exit_code == 0
+    page = tmp_path / "out/mine/report.html"
+    page.unlink()
+    done = wngrad(tmp_path, "report", "out/mine", "--out", "elsewhere")
+    assert done.exit_code == 0, done.stderr
+    assert "Wrote elsewhere/report.html" in done.stdout
+    assert (tmp_path / "elsewhere/records.jsonl").exists()
+    assert not page.exists()
+    two = wngrad(tmp_path, "report", "out/mine", "--records", "other")
+    assert two.exit_code == 2
+    assert "`--records` must be left out for a folder" in two.stderr
+
+
 def test_a_folder_that_is_no_sweeps_is_told(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name, said in (("out/nope", "out/nope is not there"), ("empty", "without the page.json")):
+        told = wngrad(tmp_path, "report", name)
+        assert told.exit_code == 2
+        assert said in told.stderr
+        assert told.stderr.count("\n") == 1
     done = wngrad(tmp_path, "report", "nothing-here")
     assert done.exit_code == 2
     assert done.stderr.count("\n") == 1

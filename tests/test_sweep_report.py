@@ -198,12 +198,118 @@ def test_a_lead_within_noise_is_called_so():
     assert "at λ = 0.1, within noise of WNGrad. Most" in said
 
 
+def test_a_default_off_the_grid_may_be_the_lowest_and_is_what_usable_is_measured_from():
+    sweep = replace(SWEEP, defaults=(Setting("wngrad", 0.3), Setting("sgd", 0.1)))
+
+    def with_default(loss: float | None, seeds: int = 3) -> Results:
+        lanes = [Lane("wngrad", 0.3, seed) for seed in range(seeds)]
+        return Results(sweep, [*records(), *(record(lane, loss, 0.5) for lane in lanes)])
+
+    results = with_default(0.5)
+    said = TaskReport(results).verdict()
+    assert said.startswith("Lowest test loss: WNGrad, 0.500 ± 0 (n = 3) at λ = 0.3, its default.")
+    limit = 0.5 + 0.05 * (START - 0.5)
+    assert measure(results).limit == pytest.approx(limit)
+    for other in (with_default(None), with_default(0.5, seeds=2), with_default(2.0)):
+        assert TaskReport(other).verdict().startswith("Lowest test loss: SGD, 1.01 ± 0.01 (n = 3)")
+    level = "at λ = 0.1. Most"  # a default on the grid is a λ of the grid
+    assert level in TaskReport(with_default(2.0)).verdict()
+
+
+def test_what_is_as_wide_within_noise_or_cut_off_by_the_grid_is_named_beside_the_widest():
+    falls = {
+        "sgd": (3.9, 1.0, 1.0, 3.9),  # as wide in the mean, and its seeds go the other way
+        "wngrad": (3.9, 1.0, 1.0, 3.9),
+        "peers:Fast": (3.9, 3.9, 3.9, 1.0),
+    }
+
+    def final(lane: Lane) -> float:
+        up = {"sgd": lane.seed, "wngrad": 2.1 - lane.seed}.get(lane.optimizer, 0)
+        return falls[lane.optimizer][SWEEP.lam.index(lane.lam)] + 0.05 * up
+
+    said = TaskReport(Results(SWEEP, records(final))).verdict()
+    assert "Most usable decades: SGD, 1.07 [0.98, 1.15], within noise of WNGrad; of" in said
+    assert said.endswith("; of peers:Fast the range reaches an end of the grid, and may be wider.")
+    legend = TaskReport(Results(SWEEP, records(final))).legend()
+    assert "Within noise: the mean difference, seed by seed, is less than two of its" in legend
+
+
+def test_the_legend_says_whose_grid_and_how_many_seeds():
+    pairs = [s for s in SWEEP.settings if s.optimizer != "wngrad" or s.lam in (0.1, 1.0)]
+    sweep = replace(SWEEP, pairs=tuple(pairs))
+    fewer = [r for r in records() if r.lane.optimizer == "sgd" or r.lane.seed < 2]
+    report = TaskReport(Results(sweep, [r for r in fewer if r.lane in sweep.lanes]))
+    legend = report.legend()
+    assert "over 4 λ from 0.01 to 10 (SGD, peers:Fast); 2 λ from 0.1 to 1 (WNGrad);" in legend
+    assert "± is one sample standard deviation over n = 2 to 3 seeds." in legend
+    assert "over different grids they do not compare" in legend
+    n = "(n\u00a0=\u00a03)"
+    assert n in report.cards()[0]  # which n a cell has is then said in the cell
+    whole = TaskReport(Results(SWEEP, records()))
+    assert "over 4 λ from 0.01 to 10;" in whole.legend()
+    assert "do not compare" not in whole.legend()
+    assert n not in whole.cards()[0]
+
+
+def test_a_sweep_with_a_lambda_of_zero_is_drawn_and_measured_without_it():
+    sweep = replace(SWEEP, lam=(0.0, *SWEEP.lam))
+    still = [record(Lane(name, 0.0, k), START, 0.0) for name in SWEEP.optimizers for k in range(3)]
+    results = Results(sweep, [*records(), *still])
+    report = TaskReport(results)
+    assert row(results, "wngrad").curves.lam == list(SWEEP.lam)
+    assert figures.draw(report).get_axes()[0].get_xscale() == "log"  # and warns of nothing
+    assert page.render(report)
+    only = TaskReport(Results(replace(SWEEP, lam=(0.0,)), still))
+    assert figures.draw(only).get_axes()
+    assert page.render(only)
+
+
+def test_no_lambda_is_recommended_where_the_mean_is_not_usable_and_the_legend_says_so():
+    """Of WNGrad one seed comes near the best, and their mean does not."""
+
+    def final(lane: Lane) -> float:
+        near = lane.optimizer == "sgd" or (lane.optimizer == "wngrad" and lane.seed == 0)
+        return 1.0 if near and lane.lam == 1.0 else 3.0
+
+    results = Results(SWEEP, records(final))
+    curves = row(results, "wngrad").curves
+    assert curves.decades.value > 0
+    assert curves.recommended is None
+    legend = TaskReport(results).legend()
+    assert (
+        "usable in the mean over the seeds; –: no λ is, though one may be for some seed" in legend
+    )
+
+
+def test_where_everything_diverged_the_sentence_says_that():
+    report = TaskReport(Results(SWEEP, records(lambda lane: None)))
+    assert report.verdict() == "Every run diverged."
+    assert "hollow marker for" not in report.marks()  # there is nothing that one would stand for
+    some = Results(SWEEP, records(lambda lane: None if lane.seed == 0 else 1.0))
+    assert TaskReport(some).verdict() == "No optimizer has a λ at which no seed diverged."
+
+
 def test_a_loss_is_drawn_up_to_three_times_that_of_the_start():
     report = TaskReport(Results(SWEEP, records()))
     on = report.axis("test_loss")
     assert (on.log, on.worst) == (True, 12.0)
     assert on.beyond(report.results.cell("peers:Fast", 10.0, "test_loss"))
     assert "a mean test loss above 12 or test R² below -0.747" in report.marks()
+
+
+@pytest.mark.parametrize(("losses", "whole"), [((1.1, 2.0, 2.9), True), ((0.0, 0.0, 5.0), False)])
+def test_bars_are_drawn_whole_and_a_foot_below_a_tenth_of_the_mean_is_left_out(losses, whole):
+    def value(lane: Lane) -> float:
+        return losses[lane.seed] if (lane.optimizer, lane.lam) == ("sgd", 0.1) else 2.0
+
+    report = TaskReport(Results(SWEEP, records(value)))
+    cell, on = report.results.cell("sgd", 0.1, "test_loss"), report.axis("test_loss")
+    low, high = figures.draw(report).get_axes()[0].get_ylim()
+    assert high > cell.mean + cell.sd
+    assert on.foot(cell) == (on.bar(cell) if whole else 0.0)
+    assert low < cell.mean - on.foot(cell)
+    assert "On a logarithmic axis a bar that would reach below a tenth of" in report.marks()
+    assert page._columns([cell], on)["foot"] == [float(f"{on.foot(cell):.5g}")]
 
 
 def test_a_loss_below_zero_is_drawn_on_a_linear_axis():

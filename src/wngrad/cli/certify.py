@@ -112,10 +112,10 @@ def _point(text: str) -> Any:
 
 def _from_file(text: str, x0: str | None) -> tuple[Problem, bool]:
     """A user's f(x), which returns the value, or (value, gradient)."""
-    if ":" in text and x0 is None:
-        raise ValueError("`--x0` must be given for a function of your own.")
     f = load_callable(text, "problem", ZOO, owner="certify")
-    start, name = _point(x0 or ""), text.rpartition(":")[2]
+    if x0 is None:
+        raise ValueError("`--x0` must be given for a function of your own.")
+    start, name = _point(x0), text.rpartition(":")[2]
     try:
         value = f(start)
     except Exception as error:

@@ -49,15 +49,17 @@ def draw(
         if not height:  # ε = 0 has no place on a logarithmic axis
             continue
         ax.axhline(height, color="black", linewidth=1)
-        at = ax.get_yaxis_transform()  # x as a fraction of the panel
-        ax.annotate(text, (0.98, height), xycoords=at, xytext=(0, 3), textcoords="offset points")
+        beside = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points"}
+        ax.annotate(text, (1, height), xytext=(4, 0), va="center", **beside)
     left.set(xscale="log", yscale="log", xlabel="k", ylabel="b_k")
     left.set_title("b; dashed, Lemma 2.5's limit")
     right.set(xscale="log", yscale="log", xlabel="k", ylabel="‖∇f(x_k)‖²")
     right.set_title("gradient; dashed, Theorem 2.3's limit")
     for ax in (left, right):
         ax.spines[["top", "right"]].set_visible(False)
-    left.legend(frameon=False, fontsize=8)
+    handles, _ = left.get_legend_handles_labels()
+    below = {"loc": "outside lower center", "ncols": 5, "frameon": False, "fontsize": 8}
+    fig.legend(handles=handles, **below)
     fig.suptitle(title)
     fig.savefig(path, dpi=130)
     plt.close(fig)

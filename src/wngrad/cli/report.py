@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,10 @@ def report(
         str | None,
         typer.Option(help="The folder or address of a run, or a .jsonl file of records."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="A folder; out/RECIPE if not given.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A folder; if not given out/RECIPE, or that of a `wngrad sweep` itself."),
+    ] = None,
 ) -> None:
     """Write the page, the figure and the summary of a sweep from its records. Never trains."""
     from wngrad.lab import recipes
@@ -30,8 +34,12 @@ def report(
     from wngrad.lab.sweep import page_source
 
     if is_address(recipe) or (Path(recipe) / page_source.NAME).is_file():
-        show_report(recipe, out or Path("out"))
+        if records is not None:
+            fail(f"`--records` must be left out for a folder, which has its own, got {records}.")
+        show_report(recipe, out or (Path("out") if is_address(recipe) else Path(recipe)))
         return
+    if recipe not in recipes.RECIPES and ":" not in recipe:
+        _check_folder(recipe)
     try:
         sweep = recipes.find(recipe)
         folder = out or Path("out") / sweep.name
@@ -46,3 +54,14 @@ def report(
             print(f"Wrote {path}.")
     except (ValueError, OSError) as error:  # Damaged is a ValueError
         fail(str(error))
+
+
+def _check_folder(recipe: str) -> None:
+    """Refuse what is meant as a folder and holds no sweep."""
+    if Path(recipe).is_dir():
+        fail(
+            f"`recipe` {recipe} is a folder without the page.json of a `wngrad sweep`; that of a "
+            f"`wngrad run` is given as `wngrad report RECIPE --records {recipe}`."
+        )
+    if "/" in recipe or os.sep in recipe:
+        fail(f"`recipe` must be a recipe or the folder of a `wngrad sweep`; {recipe} is not there.")

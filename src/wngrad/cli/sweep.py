@@ -71,9 +71,12 @@ def sweep(
     """How much does your own training depend on the learning rate? Trains, resumes and reports."""
     from wngrad.lab import sweep as sweeps
     from wngrad.lab.run.job import Job
+    from wngrad.lab.run.places import is_address
 
     if init is not None:
-        starters.write(init, task)
+        if task is not None and out is not None:
+            fail(f"`--init` writes one file, got {task} and, as `--out`, {out}.")
+        starters.write(init, task or out)
     if task is None:
         fail("`task` must be given: file.py or module:name; --init writes a file to start from.")
     here = os.getcwd()
@@ -104,16 +107,16 @@ def sweep(
     command = shlex.join(["wngrad", *sys.argv[1:]])
     opened = partial(sweeps.remember, plan, job.out, command)
     outcome, _ = jobs.train(job, patience, ray, workers, opened)
-    show_report(job.out, usual)
+    show_report(job.out, usual if is_address(job.out) else Path(job.out))
     raise typer.Exit(outcome.status)
 
 
-def show_report(home: Path | str, usual: Path) -> None:
-    """Write the report of a sweep's folder, and print its table."""
+def show_report(home: Path | str, folder: Path) -> None:
+    """Write the report of a sweep's records into a folder, and print its table."""
     from wngrad.lab import sweep as sweeps
 
     try:
-        summary = sweeps.report(home, usual, warn)
+        summary = sweeps.report(home, folder, warn)
     except (ValueError, OSError) as error:
         fail(str(error))
     table = Table()

@@ -14,6 +14,7 @@ from wngrad.lab.report.results import Results
 from wngrad.lab.train.spec import Metric
 
 FLOOR = 1e-6  # A loss of zero has no place on a log axis: it is drawn here.
+SHORTEST = 0.1  # of a mean: a bar with a lower foot would fill a log axis
 PICTURE = "![Two metrics over λ and over the epochs](figure.png)"
 
 
@@ -47,6 +48,11 @@ class Axis:
         """The standard deviation, as it is drawn."""
         return (cell.sd or 0) * (100 if self.percent else 1)
 
+    def foot(self, cell: Cell) -> float:
+        """How far a bar reaches down: on a log axis not at all if below a tenth of its mean."""
+        bar, height = self.bar(cell), self.height(cell) or 0.0
+        return 0.0 if self.log and height - bar < SHORTEST * height else bar
+
     def beyond(self, cell: Cell) -> bool:
         """True if a mean is too bad to be drawn to scale."""
         if cell.mean is None:
@@ -61,7 +67,8 @@ class Report(ABC):
 
     Args:
         notes: remarks to print beside those of the records.
-        recipe: what the user calls the sweep on the command line, if not by its name.
+        recipe: what the user calls the sweep on the command line, if not by its name; of a task's
+            sweep all commands that were typed, a line each.
         log: what steps cost.
     """
 
@@ -100,7 +107,7 @@ class Report(ABC):
 
     @abstractmethod
     def beyond(self) -> str:
-        """The mean values that are marked on the edge of a panel."""
+        """The mean values that are marked on the edge of a panel; empty if none would be."""
 
     @abstractmethod
     def commands(self) -> list[str]:
@@ -132,18 +139,20 @@ class Report(ABC):
 
     def marks(self) -> str:
         """What the marks on the edge of the panels mean."""
-        axes = [self.axis(metric) for metric in self.results.sweep.metrics]
-        floor = f", and a loss below {FLOOR:g} is drawn there" if any(a.log for a in axes) else ""
-        return (
+        axes, beyond = [self.axis(m) for m in self.results.sweep.metrics], self.beyond()
+        hollow = f", a hollow marker for {beyond}, which is where the dotted line is"
+        sentences = [
             "On the grey edge, off the scale: × where a seed diverged (a hollow marker inside is "
-            f"the mean of the others), a hollow marker for {self.beyond()}, which is where the "
-            f"dotted line is. A bar that would reach below zero has no foot{floor}."
-            + (
-                " Dashed: below it a λ is usable."
-                if any(a.usable is not None for a in axes)
-                else ""
+            f"the mean of the others){hollow if beyond else ''}."
+        ]
+        if any(axis.log for axis in axes):
+            sentences.append(
+                f"On a logarithmic axis a bar that would reach below a tenth of its mean has no "
+                f"foot, and a loss below {FLOOR:g} is drawn there."
             )
-        )
+        if any(axis.usable is not None for axis in axes):
+            sentences.append("Dashed: below it a λ is usable.")
+        return " ".join(sentences)
 
     def provisional(self) -> str:
         """What is still to come, in a sentence; empty if nothing is."""

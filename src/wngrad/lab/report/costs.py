@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from wngrad.lab.words import counted
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:
@@ -57,8 +59,8 @@ class Log:
         if not self.stopped:
             return "It has ended no run."
         return (
-            f"It has ended {self.stopped} runs, and saved about {self.saved_seconds:.3g} s of "
-            "training."
+            f"It has ended {counted(self.stopped, 'run')}, and saved about "
+            f"{self.saved_seconds:.3g} s of training."
         )
 
 

@@ -76,7 +76,8 @@ def draw(report: Report) -> Any:
 
 def _over_lam(ax: Any, results: Results, metric: Metric, on: Axis) -> None:
     """A panel of the values at the last epoch over λ."""
-    lams, means = sorted(results.sweep.lam), list[float]()
+    lams = sorted(filter(None, results.sweep.lam)) or [1.0]  # 0 has no place on the axis
+    means = list[float]()
     marked = beyond = False
     rows = len(results.sweep.optimizers)
     for row, (name, style) in enumerate(styles(results.sweep.optimizers).items()):
@@ -98,16 +99,21 @@ def _over_lam(ax: Any, results: Results, metric: Metric, on: Axis) -> None:
 
 
 def _means(ax: Any, cells: dict[float, Cell], on: Axis, line: dict[str, Any]) -> list[float]:
-    """Draw the means of one optimizer with their bars; hollow where a seed diverged."""
+    """Draw the means of one optimizer with their bars; hollow where a seed diverged.
+
+    Returns:
+        The ends of what has been drawn, which the axis is to hold.
+    """
     drawn = {lam: cell for lam, cell in cells.items() if cell.mean is not None}
     y = [math.nan if on.beyond(cell) else on.height(cell) or 0.0 for cell in drawn.values()]
-    sd = [0.0 if on.beyond(cell) else on.bar(cell) for cell in drawn.values()]
-    down = [s if s < v or not on.log else 0 for s, v in zip(sd, y, strict=True)]
-    ax.errorbar(list(drawn), y, yerr=(down, sd), capsize=2, elinewidth=0.9, **line)
+    up = [0.0 if on.beyond(cell) else on.bar(cell) for cell in drawn.values()]
+    down = [0.0 if on.beyond(cell) else on.foot(cell) for cell in drawn.values()]
+    ax.errorbar(list(drawn), y, yerr=(down, up), capsize=2, elinewidth=0.9, **line)
     partial = [k for k, cell in enumerate(drawn.values()) if cell.diverged]
     hollow = {"markerfacecolor": "white", "linestyle": "none", "zorder": 5}
     ax.plot([list(drawn)[k] for k in partial], [y[k] for k in partial], **line, **hollow)
-    return [v for v in y if math.isfinite(v)]
+    ends = zip(y, down, up, strict=True)
+    return [end for v, d, u in ends if math.isfinite(v) for end in (v - d, v + u)]
 
 
 def _line_style(style: Style, row: int, rows: int) -> dict[str, Any]:
@@ -212,8 +218,8 @@ def _plain(axis: Any) -> None:
 
     def between(value: float, position: int | None = None) -> str:
         low, high = axis.get_view_interval()
-        digits = "23456789" if high < 2.2 * low else "235"
-        return f"{value:g}" if high < 20 * low and f"{value:e}"[0] in digits else ""
+        digits = "23456789" if high < 2.2 * low else "235" if high < 20 * low else "25"
+        return f"{value:g}" if high < 100 * low and f"{value:e}"[0] in digits else ""
 
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(between)

@@ -29,7 +29,7 @@ def render(report: Report) -> str:
         "facts": escape(results.facts()),
         "last": escape(results.last()),
         "times": "epochs" if results.time[0] == "epoch" else f"{results.time[0]}s",
-        "commands": " and ".join(f"<code>{escape(text)}</code>" for text in report.commands()),
+        "commands": ", then ".join(f"<code>{escape(text)}</code>" for text in report.commands()),
         "marks": escape(report.marks()),
         "head": report.HEAD,
         "verdicts": escape(report.verdict()),
@@ -162,6 +162,7 @@ def _columns(cells: Sequence[Cell], on: Axis) -> dict[str, list[Any]]:
     return {
         "mean": [None if (h := on.height(cell)) is None else _digits(h) for cell in cells],
         "sd": [_digits(on.bar(cell)) for cell in cells],
+        "foot": [_digits(on.foot(cell)) for cell in cells],
         "text": [str(cell) for cell in cells],
         "lost": [cell.diverged for cell in cells],
         "above": [on.beyond(cell) for cell in cells],

@@ -66,7 +66,7 @@ class PaperReport(Report):
             "",
             f"{self.headline()} {self.verdict()}",
             "",
-            f"{self.results.facts()}. {self.legend()}",
+            f"{self.results.facts()}. {self._words()}",
             "",
             PICTURE,
             "",
@@ -75,11 +75,23 @@ class PaperReport(Report):
         ]
 
     def legend(self) -> str:
+        return f"{self._words()} {self._criterion()}"
+
+    def _words(self) -> str:
+        """What the numbers and the words of the tables mean."""
         return (
             "Every mean is over the seeds, ± one sample standard deviation; n is their number, or "
             "in the first table that of all lanes. Ahead and behind: by the mean difference, seed "
             "by seed, ± one standard error of it; less than two of these is called noise. What "
             "rests on a single seed is called a look."
+        )
+
+    def _criterion(self) -> str:
+        """What a best λ is."""
+        results = self.results
+        return (
+            f"The best λ is that of the best mean {label(results.sweep.best_by)} at epoch "
+            f"{results.epochs}, among those at which no seed diverged."
         )
 
     def axis(self, metric: Metric) -> Axis:
@@ -112,9 +124,8 @@ class PaperReport(Report):
         return [
             *table(heads, [self._best(name) for name in results.sweep.optimizers]),
             "",
-            f"The best λ is that of the best mean {label(results.sweep.best_by)} at epoch "
-            f"{results.epochs}, among those at which no seed diverged. A λ is usable if its mean "
-            f"test accuracy is within {100 * USABLE:g} points of the best of all optimizers.",
+            f"{self._criterion()} A λ is usable if its mean test accuracy is within "
+            f"{100 * USABLE:g} points of the best of all optimizers.",
         ]
 
     def _best(self, name: str) -> list[object]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from wngrad.lab.report.cells import ACCURACY, LOSSES, Cell, label, lam_text, more_is_better
 from wngrad.lab.train.spec import Lane, Metric, Record, Setting, Sweep
+from wngrad.lab.words import counted
 
 USABLE = 0.05  # A λ is usable if its test accuracy is within so much of the best of all.
 NEAR = 0.01  # The paper rounds its λ: 0.056 is 10^−1.25.
@@ -166,7 +167,7 @@ class Results:
 
     def nearest(self, lam: float) -> float:
         """The λ of the grid that the paper writes as `lam`, rounded."""
-        near = min(self.sweep.lam, key=lambda grid: abs(math.log(grid / lam)))
+        near = min(filter(None, self.sweep.lam), key=lambda grid: abs(math.log(grid / lam)))
         if abs(near / lam - 1) > NEAR:
             raise ValueError(
                 f"report: `lam` must be a λ of the sweep {self.sweep.name!r} to 1 %, got {lam!r}; "
@@ -221,20 +222,37 @@ class Results:
         sweep = self.sweep
         problem = ", ".join(map(label, dict.fromkeys((sweep.dataset, sweep.model))))
         lanes = f"{len(self.done)} of {self.lanes} lanes"
-        times = "reports" if self.time[0] != "epoch" else "epochs"
-        return f"{problem}; {self._n()}, {self.epochs} {times}, {lanes}"
+        times = counted(self.epochs, "epoch" if self.time[0] == "epoch" else "report")
+        return f"{problem}; {self._n()}, {times}, {lanes}"
+
+    @property
+    def n_text(self) -> str:
+        """The number of seeds in words, if need be from the least to the greatest of a λ."""
+        counts = self._counts().values()
+        least, most = min(counts), max(counts)
+        if least in (0, most):
+            return f"n = {counted(self.seeds, 'seed')}"
+        return f"n = {least} to {most} seeds"
+
+    @property
+    def same_n(self) -> bool:
+        """Whether all λ that have a result have it of as many seeds."""
+        return len(set(self._counts().values()) - {0}) < 2
+
+    def _counts(self) -> dict[Setting, int]:
+        """The number of seeds that have a result, at every λ of the grids."""
+        names = self.sweep.optimizers
+        grid = [Setting(name, lam) for name in names for lam in self.sweep.grid(name)]
+        return {setting: len(self._done_at.get(setting, ())) for setting in grid}
 
     def _n(self) -> str:
-        """The number of seeds, in words; and where there are most, if it is not the same at all."""
-        grid = [
-            Setting(name, lam) for name in self.sweep.optimizers for lam in self.sweep.grid(name)
-        ]
-        counts = {setting: len(self._done_at.get(setting, ())) for setting in grid}
-        least, most = min(counts.values()), max(counts.values())
-        if least in (0, most):
-            return f"n = {self.seeds} {'seed' if self.seeds == 1 else 'seeds'}"
-        fewer = {setting for setting in grid if counts[setting] < most}
-        return f"n = {least} to {most} seeds ({most} {'; '.join(self._all_but(fewer))})"
+        """The number of seeds; and where there are most, if it is not the same at all."""
+        counts = self._counts()
+        most = max(counts.values())
+        if min(counts.values()) in (0, most):
+            return self.n_text
+        fewer = {setting for setting, count in counts.items() if count < most}
+        return f"{self.n_text} ({most} {'; '.join(self._all_but(fewer))})"
 
     def _all_but(self, fewer: set[Setting]) -> list[str]:
         """The sweep's settings but these: λ that all optimizers share first, then by optimizer."""

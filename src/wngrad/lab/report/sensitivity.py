@@ -147,17 +147,24 @@ def usable_decades(
     """
     _share("usable_decades", "within", within)
     _share("usable_decades", "level", level)
-    grid, capped, least, first = _read("usable_decades", lam, losses, start, best)
-    limits = least + within * (first - least)
-    ranges = [_range(np.log10(grid), *pair) for pair in zip(capped, limits, strict=True)]
+    ranges = ranges_by_seed(lam, losses, start, within=within, best=best)
     decades = np.array([0.0 if each is None else each.decades for each in ranges])
     edge = any(each is not None and (each.open_low or each.open_high) for each in ranges)
     value, n = float(decades.mean()), len(decades)
     if n == 1:
         return Estimate(value, None, None, n, level, edge)
     half = t_quantile(level, n - 1) * float(decades.std(ddof=1)) / math.sqrt(n)
-    most = math.log10(grid[-1] / grid[0])  # no seed can show more
+    most = math.log10(max(lam) / min(lam))  # no seed can show more
     return Estimate(value, max(value - half, 0.0), min(value + half, most), n, level, edge)
+
+
+def ranges_by_seed(
+    lam: Array, losses: Array, start: Array, *, within: float = WITHIN, best: Array | None = None
+) -> list[Range | None]:
+    """The usable range of each seed's own curve; None for a seed that has none."""
+    grid, capped, least, first = _read("usable_decades", lam, losses, start, best)
+    limits = least + within * (first - least)
+    return [_range(np.log10(grid), *pair) for pair in zip(capped, limits, strict=True)]
 
 
 def recommended_lam(

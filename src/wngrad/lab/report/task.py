@@ -9,10 +9,11 @@ from functools import cached_property
 
 from wngrad.lab.report import dependence, page
 from wngrad.lab.report.base import PICTURE, Axis, Report
-from wngrad.lab.report.cells import in_percent, label, lam_text, lead, more_is_better
+from wngrad.lab.report.cells import in_percent, label, lam_text, more_is_better
 from wngrad.lab.report.costs import Cost, bytes_text
 from wngrad.lab.report.dependence import Dependence, Row
 from wngrad.lab.report.markdown import plain, table
+from wngrad.lab.report.ranking import ranking
 from wngrad.lab.report.results import Best
 from wngrad.lab.report.sensitivity import LEVEL, WITHIN
 from wngrad.lab.train.spec import Metric
@@ -45,7 +46,8 @@ class TaskReport(Report):
 
     def short(self, cells: Sequence[str]) -> list[str]:
         """Cells without their n where it is that of all; the legend says it."""
-        return [cell.replace(f" (n = {self.results.seeds})", "") for cell in cells]
+        n = f" (n = {self.results.seeds})" if self.results.same_n else ""
+        return [cell.replace(n, "") for cell in cells]
 
     def opening(self) -> list[str]:
         sweep = self.results.sweep
@@ -71,14 +73,16 @@ class TaskReport(Report):
 
     def beyond(self) -> str:
         axes = [a for a in map(self.axis, self.results.sweep.metrics) if math.isfinite(a.worst)]
-        return "a mean " + " or ".join(
+        limits = " or ".join(
             f"{self.results.label(a.metric)} {'below' if a.higher else 'above'} {a.worst:.3g}"
             for a in axes
         )
+        return f"a mean {limits}" if axes else ""
 
     def commands(self) -> list[str]:
-        """One command does both, and the user has just typed it."""
-        return [self.recipe or shlex.join(["wngrad", "sweep", self.results.sweep.task])]
+        """Those that the user typed, in order: each trains and writes the report."""
+        usual = shlex.join(["wngrad", "sweep", self.results.sweep.task])
+        return self.recipe.splitlines() or [usual]
 
     # ----------------------------------------------------------------- the table of optimizers
 
@@ -110,49 +114,51 @@ class TaskReport(Report):
 
     def legend(self) -> str:
         results, start = self.results, self.results.start(self.by)
-        grid = max(map(results.sweep.grid, results.sweep.optimizers), key=len)
         own_lam = "An optimizer at its default alone has neither. " if self._has_untuned() else ""
         own = ", as its reports count steps" if results.sweep.program == "function" else ""
         before = "" if start is None else f" (here {start:.3g})"
         return (
-            f"At {results.last()}, over {len(grid)} λ from {min(grid):.3g} to "
-            f"{max(grid):.3g}; ± is one sample standard deviation over n = {results.seeds} seeds. "
-            "Default λ: "
+            f"At {results.last()}, over {self._grids()}; ± is one sample standard deviation over "
+            f"{results.n_text}. Default λ: "
             f"that of the optimizer's signature. Best λ: that of the grid with the lowest mean "
             f"{results.label(self.by)}, no seed having diverged. Sensitivity: the mean over the "
             f"grid of min(loss, loss at the start{before}) − the optimizer's own best loss, so 0 "
-            "means that any λ of the grid will do. A λ is usable if it keeps all "
-            f"but {100 * WITHIN:g} % of what the best of all optimizers gains over the start; the "
-            "decades are those around the optimizer's best λ, with Student's "
-            f"{100 * LEVEL:g} % interval over the seeds; ≥: they reach an end of the grid. "
-            f"{own_lam}"
-            "Recommended: the geometric middle of the usable range; –: no λ is usable. Step time: "
+            f"means that any λ of the grid will do{self._apart()}. A λ is usable if it keeps all "
+            f"but {100 * WITHIN:g} % of what the best of all results, those at a default λ too, "
+            "gains over the start; the decades are those around the optimizer's best λ, seed by "
+            f"seed, with Student's {100 * LEVEL:g} % interval over the seeds; ≥: they reach an end "
+            f"of the grid. {own_lam}"
+            "Recommended: the geometric middle of the range that is usable in the mean over the "
+            "seeds; –: no λ is, though one may be for some seed. Within noise: the mean "
+            "difference, seed by seed, is less than two of its standard errors. Step time: "
             f"the least wall time of a training step of one run alone{own}. "
             f"{PEAK if self.log.has_peaks else ''}"
             "Optimizer state: what the optimizer keeps in memory beside parameters and gradients."
         )
 
     def ranking(self) -> str:
-        """Who reaches the lowest loss, and who does over the widest range, in a sentence."""
-        pairs = [(r.best, r.curves) for r in self.dependence.rows if r.best and r.curves]
-        if not pairs:
-            return "No optimizer has a result at every λ: see what was left out."
-        low, _ = min(pairs, key=lambda pair: pair[0].cell.cost)
-        near = [
-            label(b.optimizer) for b, _ in pairs if b is not low and lead(low.cell, b.cell).noise
-        ]
-        level = f", within noise of {' and '.join(near)}" if near else ""
-        lowest = (
-            f"Lowest {self.results.label(self.by)}: {label(low.optimizer)}, {low.cell} at "
-            f"λ = {lam_text(low.lam)}{level}."
+        """Who reaches the lowest loss, and who does over the widest range, in two sentences."""
+        return ranking(self.results, self.dependence)
+
+    def _grids(self) -> str:
+        """The grid in words, or those of each optimizer where they differ."""
+        grids = self._by_grid()
+        alike = len(grids) == 1
+        return "; ".join(
+            f"{len(grid)} λ from {grid[0]:.3g} to {grid[-1]:.3g}"
+            + ("" if alike else f" ({', '.join(map(label, optimizers))})")
+            for grid, optimizers in grids.items()
         )
-        ranges = [pair for pair in pairs if pair[1].has_range]
-        if not ranges:
-            return lowest
-        wide, widest = max(ranges, key=lambda pair: pair[1].decades.value)
-        if not widest.decades.value:
-            return f"{lowest} No range of λ is usable."
-        return f"{lowest} Most usable decades: {label(wide.optimizer)}, {widest.decades}."
+
+    def _apart(self) -> str:
+        return "" if len(self._by_grid()) == 1 else "; over different grids they do not compare"
+
+    def _by_grid(self) -> dict[tuple[float, ...], list[str]]:
+        """The optimizers of each grid; those at one λ alone apart, unless all are."""
+        grids: dict[tuple[float, ...], list[str]] = {}
+        for name in self.results.sweep.optimizers:
+            grids.setdefault(self.results.sweep.grid(name), []).append(name)
+        return {grid: names for grid, names in grids.items() if len(grid) > 1} or grids
 
     def _cells(self, row: Row, others: Sequence[Metric]) -> list[str]:
         cost = self.log.costs.get(row.optimizer, Cost())

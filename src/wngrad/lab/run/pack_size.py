@@ -11,6 +11,7 @@ from itertools import groupby
 import numpy as np
 
 from wngrad.lab.train.spec import Kind, Pack, Sweep
+from wngrad.lab.words import counted
 
 LIMIT = 600.0  # seconds a pack may take, so that a lost one is cheap
 LEVEL = 0.9  # of the best rate: from there on more lanes no longer pay
@@ -126,7 +127,7 @@ class Plan:
         rows = [self._row(list(group)) for _, group in groupby(self.packs, self._alike)]
         lanes = sum(len(pack.lanes) for pack in self.packs)
         packs = "1 pack" if len(self.packs) == 1 else f"{len(self.packs)} packs"
-        parts = [f"{_lanes(lanes)} of {self.sweep.epochs} epochs in {packs}"]
+        parts = [f"{counted(lanes, 'lane')} of {counted(self.sweep.epochs, 'epoch')} in {packs}"]
         parts += [f"{len(self.done)} of them done"] if self.done else []
         parts += [f"{self.slots} at a time", f"about {clock(self.seconds)} in all"]
         return [*rows, f"{', '.join(parts)}."]
@@ -146,20 +147,17 @@ class Plan:
         first, last, lanes = packs[0], packs[-1], len(packs[0].lanes)
         names = first.name if len(packs) == 1 else f"{first.name} to {last.name}"
         each = " each" if len(packs) > 1 else ""
+        which = f"{names}: {counted(lanes, 'lane')}{each}"
         if first.name in self.done:
-            return f"{names}: {_lanes(lanes)}{each}, done"
-        return f"{names}: {_lanes(lanes)}{each}, {self.resources}, about {clock(self.cost(first))}"
+            return f"{which}, done"
+        return f"{which}, {self.resources}, about {clock(self.cost(first))}"
 
 
 def in_words(costs: Sequence[Measured]) -> str:
     """Measurements in a line."""
-    each = ", ".join(f"{_lanes(m.lanes)} {m.step * 1e3:.3g} ms" for m in costs)
+    each = ", ".join(f"{counted(m.lanes, 'lane')} {m.step * 1e3:.3g} ms" for m in costs)
     last = costs[-1]
     return f"a step of {each}; {last.test * 1e3:.3g} ms a test, {last.start:.1f} s to begin"
-
-
-def _lanes(count: int) -> str:
-    return f"{count} lane" if count == 1 else f"{count} lanes"
 
 
 def clock(seconds: float) -> str:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from wngrad.lab.run.pack_size import minutes
+from wngrad.lab.words import counted
 
 LINE_EVERY = 10.0  # seconds between two plain lines
 
@@ -42,7 +43,7 @@ class Watch:
         kind = event["kind"]
         if kind == "plan":
             self.lanes, self.epochs = event["lanes"], event["epochs"]
-            self._line(f"{self.lanes} lanes, {self.epochs} epochs")
+            self._line(f"{counted(self.lanes, 'lane')}, {counted(self.epochs, 'epoch')}")
         elif kind == "had":
             self.done[event["pack"]] = event["lanes"] * self.epochs
         elif kind == "start" and event["lanes"] > 1:  # of lone runs the progress is enough

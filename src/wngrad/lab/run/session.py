@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from wngrad.lab.run import files, process_settings, step_costs, stop_rules
@@ -15,6 +16,7 @@ from wngrad.lab.run.environment import Trained, conditions, precision_on
 from wngrad.lab.run.environment import environment as environment
 from wngrad.lab.run.job import Tell, unfinished
 from wngrad.lab.run.store import Store
+from wngrad.lab.train import loader
 from wngrad.lab.train.programs import Run, make
 from wngrad.lab.train.spec import Lane, Pack, Record, Sweep
 
@@ -62,6 +64,7 @@ class Session:
     _packs: dict[str, Pack] = field(init=False, default_factory=dict)
     _peers: dict[Lane, Record] = field(init=False, default_factory=dict)
     _process: int = field(init=False, default_factory=os.getpid)
+    _file: str = field(init=False)  # of the task; a run may go to another folder
     _saved: float = field(init=False, default=0.0)  # when the run was last saved
     _ready: float = field(init=False, default=0.0)  # when the first step was done
 
@@ -70,6 +73,7 @@ class Session:
         self.environment = environment(self.device)
         self.conditions = conditions(self.sweep, self.data, self.note, self.environment)
         self.settings = {**self.sweep.identity(), **self.conditions}
+        self._file = loader.resolved(loader.file_of(self.sweep.task))
 
     def run(self) -> None:
         """Train what has no record yet.
@@ -145,7 +149,7 @@ class Session:
 
     def _trained(self, pack: Pack) -> tuple[Run, int]:
         """The finished program of a pack, and the epoch that it went on from."""
-        with _run_errors():
+        with _run_errors(self._file):
             program = make(self.sweep.kind(pack), self.sweep, pack, self.data, self.device)
         self._resume(program)
         first = program.epoch
@@ -178,7 +182,7 @@ class Session:
         if not isinstance(saved, dict) or {key: saved.get(key) for key in origin} != origin:
             self.store.warn(f"The checkpoint of {program.pack.name} is of other lanes: not used.")
             return
-        with _run_errors():
+        with _run_errors(self._file):
             program.load(saved["state"])
         self._tell_progress(program)
 
@@ -192,7 +196,7 @@ class Session:
                 raise Interrupted
             began, epoch = time.monotonic(), program.epoch
             try:
-                with _run_errors():
+                with _run_errors(self._file):
                     program.advance(steps)
             except _Lost as lost:
                 program.ended = str(lost)
@@ -253,7 +257,7 @@ class Session:
             self._saved = time.monotonic()
 
     def _save(self, program: Run) -> None:
-        with _run_errors():
+        with _run_errors(self._file):
             sealed = files.seal_tensors({**self._origin(program), "state": program.state()})
         self.store.save(program.pack, sealed)
         self.tell({"kind": "saved", "pack": program.pack.name})
@@ -283,15 +287,21 @@ class _Failed(Exception):  # noqa: N818 - not an error of ours
 
 
 @contextmanager
-def _run_errors() -> Iterator[None]:
-    """Turns any exception raised here into a failed run; errors of the store propagate."""
+def _run_errors(file: str) -> Iterator[None]:
+    """Turns any exception raised here into a failed run; errors of the store propagate.
+
+    Args:
+        file: the user's, of which the reason says the line.
+    """
     process = os.getpid()
     try:
         yield
     except _Failed:
         raise
     except (Exception, SystemExit) as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        line = loader.line_of(error, file)
+        where = "" if line is None else f"at line {line} of {Path(file).name}: "
+        text = f"{where}{type(error).__name__}: {' '.join(str(error).split())[:500]}"
         raise _Failed(text.encode(errors="replace").decode()) from error
     finally:
         if os.getpid() != process:  # a child that the run has forked, and that has come back

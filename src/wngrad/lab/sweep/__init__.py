@@ -15,7 +15,6 @@ from wngrad.lab.report.cells import label
 from wngrad.lab.report.results import Results
 from wngrad.lab.report.summary import Summary, summarize
 from wngrad.lab.run.job import Job
-from wngrad.lab.run.places import is_address
 from wngrad.lab.run.stop_rules import WORDS
 from wngrad.lab.run.store import Store
 from wngrad.lab.run.worker import open_session
@@ -29,6 +28,7 @@ from wngrad.lab.train.loader_task import LoaderTask
 from wngrad.lab.train.naming import Choice, parse
 from wngrad.lab.train.spec import ONE_BY_ONE, Kind, Setting, StopRule, Sweep
 from wngrad.lab.train.task import AnyTask, Task, find
+from wngrad.lab.words import counted
 
 BRANCHES_AT_ONCE = 8
 NEVER_ENDED = "Runs that train as one program are never ended: to stop one would save no time."
@@ -75,6 +75,8 @@ def plan(
     Raises:
         ValueError: there is no such task or optimizer, or the task does not work; in one line.
     """
+    if not all(0 < each < math.inf for each in lam):
+        raise ValueError(f"sweep: `lam` must be finite numbers > 0, got {tuple(lam)!r}.")
     task = find(address)
     over_lam = [parse(name) for name in (SWEPT if optimizers is None else optimizers)]
     untuned = [parse(name) for name in UNTUNED if optimizers is None and defaults]
@@ -210,28 +212,28 @@ def _results(store: Store, source: PageSource) -> Results:
 
 def remember(plan: Plan, home: Path | str, command: str) -> None:
     """Write down, beside the records, what a page of all that is there is made from."""
-    page_source.add(Store(home), PageSource(plan.sweep, plan.how, command))
+    page_source.add(Store(home), PageSource(plan.sweep, plan.how, (command,) * bool(command)))
 
 
-def report(home: Path | str, usual: Path, warn: Callable[[str], None]) -> Summary:
+def report(home: Path | str, folder: Path, warn: Callable[[str], None]) -> Summary:
     """Write the report of all that a folder holds.
 
     Args:
-        home: where the records are; the report goes there, too, if it is a folder.
-        usual: where the report goes if not.
+        home: where the records are.
+        folder: where the report goes.
         warn: is called with a line for records that cannot be read.
 
     Raises:
         ValueError: there is no record of a sweep.
     """
-    folder, store = usual if is_address(home) else Path(home), Store(home, warn=warn)
+    store = Store(home, warn=warn)
     source = page_source.read(store)
     if source is None:
         raise ValueError(f"report: {home} must hold the records of `wngrad sweep`, got none.")
     results = _results(store, source)
     log = costs.read(store.sessions())
     notes = [*source.notes, *_notes(results, log)]
-    written = builder.write_results(results, folder, notes, source.command, log)
+    written = builder.write_results(results, folder, notes, "\n".join(source.commands), log)
     store.export(folder / "records.jsonl")
     return summarize(results, written, log)
 
@@ -283,7 +285,7 @@ def _how(sweep: Sweep, name: str, why: str | None) -> str:
         why = "it is run as it is, as the lab has no stacked form of it"
     because = f": {why}" if why else ""
     if sweep.program in ONE_BY_ONE or name in sweep.alone:
-        return f"{name}: {lanes} separate runs{because}."
+        return f"{name}: {counted(lanes, 'separate run')}{because}."
     if sweep.program == "branches":
         return f"{name}: {lanes} lanes, {sweep.lanes_per_pack} networks side by side{because}."
     together = sum(s.optimizer not in sweep.alone for s in sweep.settings) * len(sweep.seeds)

@@ -5,7 +5,7 @@ It grows with every `wngrad sweep` into the folder, so that a page shows all tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +18,11 @@ NAME = "page.json"
 
 @dataclass(frozen=True, slots=True)
 class PageSource:
-    """A sweep, the lines that say how it was run, and the command that the user typed last."""
+    """A sweep, the lines that say how it was run, and the commands that a user typed, in order."""
 
     sweep: Sweep
     notes: tuple[str, ...]
-    command: str
+    commands: tuple[str, ...]
 
 
 def read(store: Store) -> PageSource | None:
@@ -34,7 +34,8 @@ def read(store: Store) -> PageSource | None:
     try:
         plain = files.open_json(data, str(path))
         sweep = Sweep.from_json(plain["sweep"])
-        return PageSource(sweep, tuple(map(str, plain["notes"])), str(plain["command"]))
+        typed = plain["commands"] if "commands" in plain else [plain["command"]]  # as at first
+        return PageSource(sweep, tuple(map(str, plain["notes"])), tuple(map(str, typed)))
     except (ValueError, TypeError, KeyError, AttributeError) as error:  # Damaged is a ValueError
         store.warn(f"{path} cannot be read, and is not used: {error}")
         return None
@@ -46,15 +47,17 @@ def add(store: Store, source: PageSource) -> None:
     if before is not None:
         notes = {note.partition(": ")[0]: note for note in (*before.notes, *source.notes)}
         sweep = merged(before.sweep, source.sweep)
-        source = PageSource(sweep, tuple(notes.values()), source.command)
+        commands = tuple(dict.fromkeys((*before.commands, *source.commands)))
+        source = PageSource(sweep, tuple(notes.values()), commands)
     plain: dict[str, Any] = {"sweep": source.sweep.to_json()}
-    plain |= {"notes": list(source.notes), "command": source.command}
+    plain |= {"notes": list(source.notes), "commands": list(source.commands)}
     store.place.write(store.folder / NAME, files.seal_json(plain))
 
 
 def merged(before: Sweep, now: Sweep) -> Sweep:
     """All optimizers, λ and seeds of both; all else is the later one's."""
-    pairs = tuple(dict.fromkeys((*_on_grid(before), *_on_grid(now))))
+    grids = _without_lone_defaults(before, now), _without_lone_defaults(now, before)
+    pairs = tuple(dict.fromkeys((*grids[0], *grids[1])))
     defaults = {each.optimizer: each for each in (*before.defaults, *now.defaults)}
     names = tuple(dict.fromkeys(pair.optimizer for pair in pairs))
     lam = tuple(sorted({pair.lam for pair in pairs}))
@@ -71,5 +74,23 @@ def merged(before: Sweep, now: Sweep) -> Sweep:
     )
 
 
-def _on_grid(sweep: Sweep) -> Iterable[Setting]:
-    return sweep.pairs or tuple(Setting(o, lam) for o in sweep.optimizers for lam in sweep.lam)
+def _without_lone_defaults(sweep: Sweep, other: Sweep) -> list[Setting]:
+    """A sweep's settings on the grid; an optimizer that ran at its default alone has none there.
+
+    Unless it did so in the other sweep as well, or its default is on the grid of the others.
+    """
+    on_grid = _on_grid(sweep)
+    swept = [each for each in on_grid if not _is_lone_default(sweep, each)]
+    lams = {each.lam for each in swept}
+    elsewhere = {e.optimizer for e in _on_grid(other) if not _is_lone_default(other, e)}
+    return [e for e in on_grid if e in swept or e.lam in lams or e.optimizer not in elsewhere]
+
+
+def _is_lone_default(sweep: Sweep, setting: Setting) -> bool:
+    """Whether a setting is the default of an optimizer for which the sweep has no other λ."""
+    others = [pair for pair in sweep.pairs if pair.optimizer == setting.optimizer]
+    return setting in sweep.defaults and others == [setting]
+
+
+def _on_grid(sweep: Sweep) -> Sequence[Setting]:
+    return sweep.pairs or [Setting(o, lam) for o in sweep.optimizers for lam in sweep.lam]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
@@ -70,13 +69,8 @@ def _call(address: str, name: str, call: Any, *args: Any) -> Any:
 
 
 def _raised(address: str, name: str, error: Exception) -> ValueError:
-    file = loader.file_of(address)
-    lines, trace = [], error.__traceback__
-    while trace is not None:
-        if file and Path(trace.tb_frame.f_code.co_filename) == Path(file).resolve():
-            lines.append(trace.tb_lineno)
-        trace = trace.tb_next
-    where = f" at line {lines[-1]}" if lines else ""
+    line = loader.line_of(error, loader.resolved(loader.file_of(address)))
+    where = "" if line is None else f" at line {line}"
     return ValueError(f"{address}: `{name}` raised{where}: {loader.error_text(error)}.")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from wngrad.lab.train.loader import refused
 from wngrad.lab.train.trial import Trial
 
 EPOCHS = 10  # what `trial.epochs` says if nobody has said otherwise
@@ -45,5 +46,9 @@ class FunctionTask:
     def __post_init__(self) -> None:
         if not callable(self.train):
             raise ValueError(f"FunctionTask: `train` must be callable, got {self.train!r}.")
+        if said := refused(self.train, None):
+            raise ValueError(
+                f"FunctionTask: `train` must take a trial and nothing else, got {said}."
+            )
         if not self.epochs >= 1:
             raise ValueError(f"FunctionTask: `epochs` must be >= 1, got {self.epochs!r}.")

@@ -6,6 +6,7 @@ import ast
 import difflib
 import hashlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -63,6 +64,23 @@ def load_callable(
     return function
 
 
+def refused(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Why a function cannot be called so, by its signature; empty if it can, or has none to read.
+
+    >>> refused(lambda x: x)
+    "(x): missing a required argument: 'x'"
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return ""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return f"{signature}: {error}"
+    return ""
+
+
 def load_file(home: str) -> ModuleType:
     """The module in a file, run once a process; what lies beside it can be imported, too."""
     path = Path(home).expanduser().resolve()
@@ -93,6 +111,25 @@ def file_of(address: str) -> str:
     """The file in "file.py" or "file.py:name"; empty for a module."""
     home = address if is_file(address) else address.rpartition(":")[0]
     return home if is_file(home) else ""
+
+
+def resolved(file: str) -> str:
+    """The path by which frames of a file's code know it; empty for none."""
+    return str(Path(file).expanduser().resolve()) if file else ""
+
+
+def line_of(error: BaseException, path: str) -> int | None:
+    """The line of a file that an exception went through last; None if it never did.
+
+    Args:
+        path: as `resolved` gives it.
+    """
+    trace, line = error.__traceback__, None
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == path:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line
 
 
 def fingerprint(address: str) -> str:

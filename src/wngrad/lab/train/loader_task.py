@@ -66,6 +66,7 @@ class LoaderTask:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
             raise ValueError(f"LoaderTask: `name` must be some text, got {self.name!r}.")
+        check_model("LoaderTask", self.model)
         for each in ("model", "loaders"):
             if not callable(value := getattr(self, each)):
                 raise ValueError(f"LoaderTask: `{each}` must be a function, got {value!r}.")
@@ -142,6 +143,15 @@ class LoaderTask:
             )
         found: Tensor = loss
         return found
+
+
+def check_model(owner: str, model: object) -> None:
+    """Refuse a network in place of the function that makes one: it can be called, too."""
+    if isinstance(model, nn.Module):
+        raise ValueError(
+            f"{owner}: `model` must be a function that returns a fresh network, got a "
+            f"{type(model).__name__}, which every run would train further."
+        )
 
 
 def _loaders(function: Callable[[], Any]) -> Loaders:

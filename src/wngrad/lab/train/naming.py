@@ -43,8 +43,8 @@ class Choice:
         """What makes the optimizer.
 
         Raises:
-            ValueError: it cannot be imported, or does not take a setting; in one line, with the
-                package to install or the setting that was meant.
+            ValueError: it cannot be imported, or does not take λ or a setting; in one line, with
+                the package to install or the setting that was meant.
         """
         function = self._load()
         taken = _parameters(function)
@@ -55,6 +55,10 @@ class Choice:
                     f"lab: `optimizer` {self.name!r} has no setting {name!r}"
                     f"{loader.did_you_mean(name, taken)}"
                 )
+        if said := loader.refused(function, None, lr=1.0, **self.settings):
+            raise ValueError(
+                f"lab: `optimizer` {self.name!r} must be callable as (params, lr=λ), got {said}."
+            )
         return function
 
     def _load(self) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from wngrad.lab.train import loader
 from wngrad.lab.train.data import Data
 from wngrad.lab.train.function_task import FunctionTask
-from wngrad.lab.train.loader_task import LoaderTask
+from wngrad.lab.train.loader_task import LoaderTask, check_model
 from wngrad.lab.train.objective import CustomObjective, Measure
 from wngrad.lab.train.spec import Metric, Precision
 
@@ -75,6 +75,7 @@ class Task:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
             raise ValueError(f"Task: `name` must be some text, got {self.name!r}.")
+        check_model("Task", self.model)
         measures = ("model", "loss", *(("metric",) if self.metric is not None else ()))
         for each in measures:
             if not callable(getattr(self, each)):
@@ -159,7 +160,16 @@ def _named_in(file: str) -> str:
         names = vars(loader.load_file(file))
     except Exception:  # said by whoever loads it next
         return "task"
-    return "train" if "task" not in names and callable(names.get("train")) else "task"
+    if "task" in names:
+        return "task"
+    if not callable(names.get("train")):
+        kinds = (Task, LoaderTask, FunctionTask)
+        others = [f"{file}:{name}" for name, value in names.items() if isinstance(value, kinds)]
+        close = f". Did you mean {others[0]}?" if others else "."
+        raise ValueError(
+            f"lab: `task` {file!r} has no attribute 'task' and no function 'train'{close}"
+        )
+    return "train"
 
 
 def _function_name(where: str) -> str:
