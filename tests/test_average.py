@@ -145,18 +145,24 @@ def test_swa_utils_holds_the_same_average():
             assert torch.allclose(p, q, atol=1e-6)
 
 
-def normalized():
+def normalized(*more):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 4))
+    layers = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 4)
+    return nn.Sequential(*layers, *more)
 
 
-def test_statistics_of_batch_normalization_are_found_again_and_put_back():
-    model = normalized()
+def after(steps, model):
+    """A network that has been trained a little, and its optimizer."""
     opt = WNMuon(model)
-    for x in batches(6):
+    for x in batches(steps):
         opt.zero_grad()
         model(x).square().sum().backward()
         opt.step()
+    return model, opt
+
+
+def test_statistics_of_batch_normalization_are_found_again_and_put_back():
+    model, opt = after(6, normalized())
     before = copy.deepcopy(model.state_dict())
     model.eval()
     with opt.averaged(model, batches=batches()):
@@ -168,13 +174,7 @@ def test_statistics_of_batch_normalization_are_found_again_and_put_back():
 
 
 def test_a_batch_that_raises_leaves_batch_normalization_as_it_was():
-    model = normalized()
-    model.append(nn.BatchNorm1d(4, track_running_stats=False))
-    opt = WNMuon(model)
-    for x in batches(2):
-        opt.zero_grad()
-        model(x).square().sum().backward()
-        opt.step()
+    model, opt = after(2, normalized(nn.BatchNorm1d(4, track_running_stats=False)))
     before = copy.deepcopy(model.state_dict())
     model.eval()
     with pytest.raises(RuntimeError), opt.averaged(model, batches=[*batches(1), torch.ones(1, 5)]):
@@ -185,10 +185,7 @@ def test_a_batch_that_raises_leaves_batch_normalization_as_it_was():
 
 
 def test_a_frozen_batch_normalization_stays_frozen():
-    model = normalized()
-    opt = WNMuon(model)
-    model(batches(1)[0]).square().sum().backward()
-    opt.step()
+    model, opt = after(1, normalized())
     model.train()
     model[1].eval()
     mean = model[1].running_mean.clone()
@@ -200,10 +197,7 @@ def test_a_frozen_batch_normalization_stays_frozen():
 
 @pytest.mark.parametrize("batches", [[], iter([])])
 def test_no_batch_at_all_is_an_error_and_changes_nothing(batches):
-    model = normalized()
-    opt = WNMuon(model)
-    model(torch.randn(4, 2, 4, 4)).square().sum().backward()
-    opt.step()
+    model, opt = after(1, normalized())
     before = copy.deepcopy(model.state_dict())
     with (
         pytest.raises(ValueError, match=r"averaged: `batches` must hold some batches"),
@@ -252,10 +246,7 @@ def test_an_average_that_is_kept_no_more_is_not_used():
 
 
 def test_a_state_dict_holds_copies_and_belongs_to_this_model():
-    model = normalized()
-    opt = WNMuon(model)
-    model(batches(1)[0]).square().sum().backward()
-    opt.step()
+    model, opt = after(1, normalized())
     saved = opt.average_state_dict(model, batches=batches())
     assert not {t.data_ptr() for t in saved.values()} & {
         t.data_ptr() for t in model.state_dict().values()
@@ -265,12 +256,7 @@ def test_a_state_dict_holds_copies_and_belongs_to_this_model():
 
 
 def test_saved_and_loaded_averages_have_statistics_of_their_own():
-    model = normalized()
-    opt = WNMuon(model)
-    for x in batches(6):
-        opt.zero_grad()
-        model(x).square().sum().backward()
-        opt.step()
+    model, opt = after(6, normalized())
     before = copy.deepcopy(model.state_dict())
     with opt.averaged(model, batches=batches()):
         expected = copy.deepcopy(model.state_dict())

@@ -1,11 +1,11 @@
-"""The torch contract, shared by all optimizers: groups, checkpoints, and who steps together."""
+"""The torch contract, shared by all optimizers: steps, groups, checkpoints, the average."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, cast, overload
+from typing import Any, ClassVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from wngrad.optim import (
     checkpoints,
     checks,
     diagnosis,
+    due,
     fused,
     hints,
     inputs,
@@ -30,24 +31,6 @@ from wngrad.optim.checks import Settings
 from wngrad.optim.directions import Direction
 from wngrad.optim.state import Group, shape_of
 from wngrad.optim.step import plain_step
-from wngrad.optim.views import SharedBlocks, view
-
-
-class _Due(NamedTuple):
-    """A parameter that is about to step."""
-
-    group: Group
-    number: int  # of its group
-    settings: Settings
-    lam: float | Tensor
-    p: Tensor
-    direction: Direction
-    shapes: dict[str, blocks.Shape]  # of the state it needs
-    state: dict[str, Tensor]  # as it is
-
-    @property
-    def lacks_state(self) -> bool:
-        return not self.shapes.keys() <= self.state.keys()
 
 
 class BlockOptimizer(Optimizer):
@@ -157,119 +140,39 @@ class BlockOptimizer(Optimizer):
         if memo is not None and engine.repeat(self, settings):
             return
         with torch.set_grad_enabled(any(each.differentiable for each in settings)):
-            due = self._due(settings)
+            params = due.parameters(self, settings)
             # A trace would lose new state, and cannot see sparse gradients.
-            if any(each.lacks_state or cast(Tensor, each.p.grad).is_sparse for each in due):
-                self._eager_update(due, settings)
+            if any(each.lacks_state or cast(Tensor, each.p.grad).is_sparse for each in params):
+                self._eager_update(params, settings)
             else:
-                self._update(due, settings)
+                self._update(params, settings)
 
     def _refuse_within_averaged(self) -> None:
         if self._swapped:
             raise RuntimeError(f"{self._owner}: `step` must not be taken within `averaged`.")
 
-    def _update(self, due: list[_Due], settings: list[Settings]) -> None:
-        units = self._units(due)
+    def _update(self, params: list[due.Due], settings: list[Settings]) -> None:
+        units = due.units(self, params)
         if torch.compiler.is_compiling():
             plain_step(self._owner, units)
         else:
             self._engine.step(self, settings, units)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _eager_update(self, due: list[_Due], settings: list[Settings]) -> None:
+    def _eager_update(self, params: list[due.Due], settings: list[Settings]) -> None:
         """An update outside any trace; takes back the state it made if it fails."""
         before = {
             key: dict(its) if isinstance(its, dict) else its  # a user's own entries
             for key, its in self.state.items()
         }
         try:
-            for each in due:
+            for each in params:
                 state.make(each.group, each.p, self.state[each.p], each.shapes, each.direction)
-            self._update(due, settings)
+            self._update(params, settings)
         except BaseException:
             self.state.clear()
             self.state.update(before)
             raise
-
-    # ------------------------------------------------------- who steps together, and state
-
-    def _due(self, settings: list[Settings]) -> list[_Due]:
-        """The parameters that have a gradient. Everything is checked before any state is made."""
-        due = []
-        groups = map(checks.numbers, self.param_groups)
-        for number, (group, its) in enumerate(zip(groups, settings, strict=True)):
-            lam = self._lam(group)
-            for i, p in enumerate(group["params"]):
-                if p.grad is not None:
-                    direction = self.direction(group, p)
-                    shapes = state.wanted(group, i, direction)
-                    due.append(
-                        _Due(group, number, its, lam, p, direction, shapes, self.state.get(p, {}))
-                    )
-        for each in due:
-            self._check_parameter(each)
-        return due
-
-    def _units(self, due: list[_Due]) -> list[SharedBlocks]:
-        """Who steps together."""
-        scale, units = getattr(self, "grad_scale", None), []
-        together: dict[int, SharedBlocks] = {}
-        for each in due:
-            its, p = each.settings, each.p
-            if not isinstance(each.lam, Tensor) and each.lam == 0:
-                continue  # A step without rate changes nothing.
-            hold = state.holds(each.group, p)
-            shares = its.shares and not hold
-            alone = not shares or len(each.group["params"]) == 1
-            averages = its.average is not None
-            relative = state.NORM in each.shapes
-            member = view(p, self.state[p], each.direction, alone, averages, relative)
-            if shares and each.number in together:
-                together[each.number].members.append(member)
-                continue
-            absent = self._b_without_gradient(each) if shares else []
-            units.append(SharedBlocks(its, each.lam, [member], absent, hold, scale))
-            if shares:
-                together[each.number] = units[-1]
-        return units
-
-    def _b_without_gradient(self, due: _Due) -> list[Tensor]:
-        """b of the parameters that share theirs with this one and have no gradient now."""
-        return [
-            sharded.local(self.state[p]["b"])
-            for p in due.group["params"]
-            if p.grad is None and not state.holds(due.group, p) and "b" in self.state.get(p, {})
-        ]
-
-    def _lam(self, group: Group) -> float | Tensor:
-        lr = group["lr"]
-        lam = checks.scalar(self._owner, lr) if isinstance(lr, Tensor) else cast(float, lr)
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        if isinstance(lam, Tensor):  # wide, since λ² is needed
-            lam = lam.to(blocks.accumulator(lam.device))
-        if found_inf is None or (not isinstance(lam, Tensor) and lam == 0):
-            return lam
-        # A scaler has found an inf: a step without rate changes nothing.
-        wide = torch.as_tensor(lam, dtype=torch.float64, device=found_inf.device)
-        return torch.where(found_inf.reshape(()) != 0, 0.0, wide)
-
-    def _check_parameter(self, due: _Due) -> None:
-        p, settings = due.p, due.settings
-        dense = {
-            "`momentum`": due.direction.touches_all,
-            "`weight_decay`": settings.weight_decay != 0,
-            "`average`": settings.average is not None,
-        }
-        reasons = [name for name, is_so in dense.items() if is_so]
-        inputs.gradient(self._owner, p, cast(Tensor, p.grad), dense=reasons)
-        if settings.differentiable and p.is_leaf and p.requires_grad:
-            raise ValueError(
-                f"{self._owner}: `differentiable` parameters must not be leaves that require a "
-                f"gradient, got one of shape {tuple(p.shape)}; use a clone."
-            )
-        checks.representable(self._owner, settings.b_init, state.b_dtype(p))
-        fixed = "the state (neither `per` nor a shape may change)"
-        state.check(self._owner, fixed, p, due.state, due.shapes)
 
     def _settings(self, group: Group) -> Settings:
         return checks.settings(self._owner, group, self.own_settings, {})

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from wngrad.lab.words import counted
+from wngrad.lab.train.words import counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from wngrad.lab.report.cells import ACCURACY, LOSSES, Cell, label, lam_text, more_is_better
 from wngrad.lab.train.spec import Lane, Metric, Record, Setting, Sweep
-from wngrad.lab.words import counted
+from wngrad.lab.train.words import counted
 
 USABLE = 0.05  # A λ is usable if its test accuracy is within so much of the best of all.
 NEAR = 0.01  # The paper rounds its λ: 0.056 is 10^−1.25.

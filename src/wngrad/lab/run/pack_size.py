@@ -11,7 +11,7 @@ from itertools import groupby
 import numpy as np
 
 from wngrad.lab.train.spec import Kind, Pack, Sweep
-from wngrad.lab.words import counted
+from wngrad.lab.train.words import counted
 
 LIMIT = 600.0  # seconds a pack may take, so that a lost one is cheap
 LEVEL = 0.9  # of the best rate: from there on more lanes no longer pay

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from wngrad.lab.run.pack_size import minutes
-from wngrad.lab.words import counted
+from wngrad.lab.train.words import counted
 
 LINE_EVERY = 10.0  # seconds between two plain lines
 

@@ -28,7 +28,7 @@ from wngrad.lab.train.loader_task import LoaderTask
 from wngrad.lab.train.naming import Choice, parse
 from wngrad.lab.train.spec import ONE_BY_ONE, Kind, Setting, StopRule, Sweep
 from wngrad.lab.train.task import AnyTask, Task, find
-from wngrad.lab.words import counted
+from wngrad.lab.train.words import counted
 
 BRANCHES_AT_ONCE = 8
 NEVER_ENDED = "Runs that train as one program are never ended: to stop one would save no time."
