@@ -27,4 +27,4 @@ class Doctests(griffe.Extension):
 
 def _linked(path: re.Match[str]) -> str:
     """A link from a page in docs/api."""
-    return f"[{path[1].replace('-', ' ')}](../{path[1]}.html)"
+    return f"[{path[1].replace('-', ' ')}](../{path[1]}.md)"

@@ -95,7 +95,9 @@ def test_a_page_is_no_wider_than_the_window(request, kind, width):
     page = request.getfixturevalue(kind)
     page.set_viewport_size({"width": width, "height": 844})
     page.click("#numbers summary")
-    page.wait_for_function(f"() => document.querySelector('.chart svg').clientWidth < {width}")
+    page.wait_for_function(  # every chart is drawn anew for the new width
+        f"() => [...document.querySelectorAll('.chart svg')].every(s => s.clientWidth < {width})"
+    )
     assert page.evaluate(WIDER) <= 0
     assert page.locator("#values").is_visible()
 
