@@ -50,7 +50,7 @@ def polynomial_average(eta: float = 8.0) -> Callable[[Tensor, Tensor, Any], Tens
 
 
 def averages(opt: Optimizer) -> dict[Tensor, Tensor]:
-    """The average of every parameter that has one; one that is kept no more counts for none."""
+    """The average of every parameter that has one, in the groups that still keep it."""
     groups = [group for group in opt.param_groups if group.get(AVERAGE) is not None]
     params = [p for group in groups for p in group["params"]]
     return {p: opt.state[p][AVERAGE] for p in params if AVERAGE in opt.state.get(p, {})}
@@ -59,7 +59,7 @@ def averages(opt: Optimizer) -> dict[Tensor, Tensor]:
 def load(
     opt: Optimizer, owner: str, model: nn.Module | None, batches: Iterable[Any] | None
 ) -> None:
-    """Copy every average into its parameter, and find the statistics of batch normalization."""
+    """Copy every average into its parameter, and compute batch normalization's statistics."""
     _check(owner, model, batches)
     with nullcontext() if batches is None else _restored(_changed(opt, model), always=False):
         _load(opt, owner, model, batches)
@@ -146,7 +146,7 @@ def _with_statistics(model: nn.Module | None) -> list[_BatchNorm]:
 
 
 def _update_statistics(owner: str, model: nn.Module, batches: Iterable[Any]) -> None:
-    """The statistics of batch normalization over some batches, as torch's `update_bn` finds them.
+    """The statistics of batch normalization over some batches, as in torch's `update_bn`.
 
     Unlike that, it leaves every layer in the mode it was in, also if a batch raises, and the
     statistics of layers that are held in evaluation mode while the rest trains.
