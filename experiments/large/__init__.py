@@ -1,0 +1,1 @@
+"""Beyond ten million parameters: WNMuon with nothing set against AdamW and Muon, tuned."""
