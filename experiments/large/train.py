@@ -26,7 +26,7 @@ CLIPPED = 1.0  # the norm of all gradients, at most
 STD = 0.02
 POINTS = 100  # of the curve of the training loss
 TESTS = 10  # in a run
-WARM_UP = 2  # steps of a run's optimizer that are taken back: kernels are chosen and compiled
+WARM_UP = 6  # steps of a run's optimizer that are taken back: kernels are chosen and compiled
 
 Step = Callable[[int], None]  # of the step's number
 Averaged = Callable[[], AbstractContextManager[None]]  # where the loss is measured
@@ -99,9 +99,10 @@ class Trainer:
         begun = time.perf_counter()
         starts = self._starts(run)
         self._initialize(run.seed)
-        step, _ = build(self.model, run)
+        step, averaged = build(self.model, run)
         for t in range(WARM_UP):
             self._train(starts[t], step, t)
+        self._test(averaged)
         self._initialize(run.seed)
         step, averaged = build(self.model, run)
         self._wait()
@@ -129,7 +130,10 @@ class Trainer:
         return {
             "loss": _finite(tests[-1]),
             "diverged": not math.isfinite(tests[-1]),
-            "train": [[*row[:1], _finite(row[1]), row[2]] for row in zip(ends, means, seconds)],
+            "train": [
+                [end, _finite(loss), total]
+                for end, loss, total in zip(ends, means, seconds, strict=True)
+            ],
             "test": [
                 [ends[k - 1], _finite(loss), seconds[k - 1]]
                 for k, loss in zip(at_tests, tests, strict=True)
@@ -215,7 +219,8 @@ def build(model: nn.Module, run: Run) -> tuple[Step, Averaged]:
     if run.method == "wnmuon":
         ours = wngrad.WNMuon(model)
         return (lambda t: ours.step()), ours.averaged
-    assert run.rate is not None and run.decay is not None
+    assert run.rate is not None
+    assert run.decay is not None
     params = list(model.parameters())
     hidden, rest = split(model) if run.method == "muon" else ([], params)
     groups = [
