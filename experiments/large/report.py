@@ -126,7 +126,7 @@ def _conditions(runs: Sequence[Run]) -> list[str]:
 def _curve(runs: Sequence[Run], kind: str) -> list[tuple[float, float, float]]:
     """(steps, loss, seconds), means over the seeds."""
     points = zip(*(r[kind] for r in runs), strict=True)
-    return [tuple(mean(values) for values in zip(*point, strict=True)) for point in points]  # type: ignore[misc]
+    return [tuple(mean(values) for values in zip(*point, strict=True)) for point in points]
 
 
 def _draw(chosen: dict[str, list[Run]], path: Path) -> None:

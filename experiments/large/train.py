@@ -73,9 +73,9 @@ class Trainer:
             )
         starts = torch.arange(count) * ((len(corpus.test) - 1) // count)
         windows = corpus.test[starts[:, None] + torch.arange(size.context + 1)].to(device)
-        self.tests = windows.split(size.batch)
+        self.tests = torch.split(windows, size.batch)
         self.loss = torch.compile(self._loss, dynamic=False) if compiled else self._loss
-        self.loss(self.tests[0]).backward()
+        self.loss(self.tests[0]).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             self.loss(self.tests[0])
         self.facts = {  # that every record repeats
@@ -123,7 +123,8 @@ class Trainer:
                     break
         self._wait()
         seconds = [round(total, 4) for total in accumulate(_seconds(*pair) for pair in clocks)]
-        means = [part.mean().item() for part in losses.cpu().split(every)][: len(ends)]
+        parts = torch.split(losses.cpu(), every)[: len(ends)]
+        means = [part.mean().item() for part in parts]
         at_tests = [
             k for k, end in enumerate(ends, 1) if end == run.steps or k % (POINTS // TESTS) == 0
         ]
@@ -197,13 +198,13 @@ class Trainer:
         """Now, in the order of the device's work; nothing is waited for."""
         if not self.cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
 
 def _seconds(start: Any, end: Any) -> float:
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+    return float(end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3)
 
 
 def _finite(value: float) -> float | None:
@@ -219,22 +220,22 @@ def build(model: nn.Module, run: Run) -> tuple[Step, Averaged]:
     if run.method == "wnmuon":
         ours = wngrad.WNMuon(model)
         return (lambda t: ours.step()), ours.averaged
-    assert run.rate is not None
-    assert run.decay is not None
+    top = run.rate
+    assert top is not None  # a rival's always is one
     params = list(model.parameters())
     hidden, rest = split(model) if run.method == "muon" else ([], params)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": run.decay},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
-    parts: list[Any] = [torch.optim.AdamW(groups, lr=run.rate, betas=BETAS, fused=True)]
+    parts: list[Any] = [torch.optim.AdamW(groups, lr=top, betas=BETAS, fused=True)]
     if hidden:
-        shared = {"lr": run.rate, "weight_decay": run.decay}
+        shared: dict[str, Any] = {"lr": top, "weight_decay": run.decay}
         parts.append(torch.optim.Muon(hidden, adjust_lr_fn="match_rms_adamw", **shared))
 
     def step(t: int) -> None:
         nn.utils.clip_grad_norm_(params, CLIPPED)
-        rate = run.rate * schedule(t, run.steps, round(WARMUP * run.steps), True)
+        rate = top * schedule(t, run.steps, round(WARMUP * run.steps), True)
         for part in parts:
             for group in part.param_groups:
                 group["lr"] = rate
