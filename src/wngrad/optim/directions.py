@@ -2,23 +2,14 @@
 
 A step of any optimizer here is
 
-    u ← propose(g, t)                  whose norm the rule sees
-    b ← b + λ²‖u‖²/b                   `wngrad.rule`, one b for each block
-    d ← advance(u, b)                  the direction of the step
-    x ← x − λ·factor(b, t)·d           the move
+    u ← propose                     whose norm the rule sees
+    b ← b + λ²‖u‖²/b                `wngrad.rule`, one b for each block
+    x ← decay·x − displace          the move
 
-A `Direction` fills in the first, third and fourth line. The base class is the gradient itself
+A `Direction` fills in the first and the third line. The base class is the gradient itself
 (Algorithm 3). To add one, override `propose` (for a direction that the rule is to measure, such as
-a sign or an orthogonalized matrix) or `advance` (for one that the rule does not see); see
-`docs/new-optimizer.md`. Lists hold one tensor for each parameter.
-
-A `Velocity` keeps a sum of earlier steps. The last two lines then are
-
-    v ← kept·v + λ·entering·u
-    x ← x − factor(b, t)·v
-
-so that every u is in the sum with the λ of its own step: a λ that rises later does not make it
-longer, and what bounds single steps bounds their sum.
+a sign or an orthogonalized matrix) or `displace` (for what the rule does not see); see
+`docs/new-optimizer.md`. Both are handed a `Batch` of parameters, in lists of one tensor for each.
 """
 
 from __future__ import annotations
@@ -26,17 +17,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from wngrad import rule
 from wngrad.muon_numbers import BETA2
-from wngrad.optim import blocks, lists
+from wngrad.optim import blocks, decays, lists
+from wngrad.optim.decays import Decay
+from wngrad.optim.matrices import Layout
+from wngrad.optim.orthogonal import orthogonalize_all
+
+if TYPE_CHECKING:
+    from wngrad.optim.step import Batch
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-Buffers = dict[str, list[Tensor]]  # by name, one tensor of the parameter's shape for each parameter
+# What x moves by, a tensor for each parameter, and what that is multiplied by, in b's shape.
+Displacement = tuple[list[Tensor], list[Tensor] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,33 +44,17 @@ class Direction:
     buffers: ClassVar[tuple[str, ...]] = ()  # state of the parameter's shape and type
     counts_blocks: ClassVar[bool] = False  # t is kept for every block, not once a parameter
     touches_all: ClassVar[bool] = False  # moves entries without a gradient, so no sparse ones
-    orthogonalizes: ClassVar[bool] = False  # an `Orthogonalizing`: u of a shard asks other ranks
+    orthogonalizes: ClassVar[bool] = False  # an `Orthogonalized`: u of a shard asks other ranks
     rate_in_rule: ClassVar[bool] = True  # b ← b + λ²‖u‖²/b; else b ← b + ‖u‖²/b
-    # What decoupled weight decay is in proportion to: λ, the block's own rate, or there is none.
-    decays_by: ClassVar[Literal["lr", "rate"] | None] = "lr"
+    decay: ClassVar[Decay | None] = staticmethod(decays.by_lr)  # decoupled; None for none
 
-    @property
-    def measures_gradient(self) -> bool:
-        """Whether the rule measures g itself. What else it measures may need whole parameters."""
-        return type(self).propose is Direction.propose
+    def propose(self, batch: Batch) -> list[Tensor]:
+        """u, which the rule measures; new buffers go to `batch.new`. Must not write."""
+        return batch.g
 
-    def propose(
-        self, g: list[Tensor], buffers: Buffers, t: list[Tensor]
-    ) -> tuple[list[Tensor], Buffers]:
-        """What the rule measures, and the buffers as they will be. Must not write.
-
-        Args:
-            t: the steps before this one: of each block if `counts_blocks`, else one number.
-        """
-        return g, {}
-
-    def advance(self, u: list[Tensor], b: list[Tensor], buffers: Buffers) -> list[Tensor]:
-        """The direction of the step; may write to `buffers`. b broadcasts against u."""
-        return u
-
-    def factor(self, b: Tensor, t: Tensor) -> Tensor | None:
-        """What λ·d is multiplied by, for any number of blocks at once; None for 1."""
-        return 1 / b
+    def displace(self, batch: Batch) -> Displacement:
+        """What x moves by, and what that is multiplied by; may write to `batch.buffers`."""
+        return batch.u, batch.rates
 
     def neurons(self, shape: blocks.Shape) -> int:
         """How many parts of a parameter have a u of about unit norm each: its entries."""
@@ -80,52 +62,39 @@ class Direction:
 
 
 @dataclass(frozen=True, slots=True)
-class Velocity(Direction):
-    """v ← kept·v + λ·entering·u,  x_j ← x_{j-1} − factor·v: a sum of steps, each with its own λ."""
+class Momentum(Direction):
+    """v ← μ·v + λ g/b_j,  x_j ← x_{j-1} − v  (`rule.momentum`).
 
+    Every u is in the sum with the λ of its own step: a λ that rises later does not make it longer,
+    and what bounds single steps bounds their sum.
+    """
+
+    mu: float
     buffers: ClassVar[tuple[str, ...]] = ("velocity",)
     touches_all: ClassVar[bool] = True
 
-    def kept(self, b_before: Tensor, b: Tensor) -> float | Tensor:
-        """What v is multiplied by, for any number of blocks at once."""
-        raise NotImplementedError
-
-    def entering(self, b: Tensor) -> Tensor:
-        """What λ·u is multiplied by."""
-        return 1 / b
-
-    def factor(self, b: Tensor, t: Tensor) -> Tensor | None:
-        return None
+    def displace(self, batch: Batch) -> Displacement:
+        v = batch.buffers["velocity"]
+        lists.mul_(v, self.mu)
+        lists.addcmul_(v, batch.u, batch.rates)
+        return v, None
 
 
 @dataclass(frozen=True, slots=True)
-class Momentum(Velocity):
-    """v ← μ·v + λ g/b_j,  x_j ← x_{j-1} − v  (`rule.momentum`)."""
-
-    mu: float
-
-    def kept(self, b_before: Tensor, b: Tensor) -> float | Tensor:
-        return self.mu
-
-
-@dataclass(frozen=True, slots=True)
-class RunningMean(Velocity):
+class RunningMean(Direction):
     """v ← β·(b_{j-1}/b_j)·v + (1−β)·λ g/b_j,  x_j ← x_{j-1} − v/(1−βᵗ)  (`rule.mean_step`)."""
 
     beta: float
+    buffers: ClassVar[tuple[str, ...]] = ("velocity",)
     counts_blocks: ClassVar[bool] = True
+    touches_all: ClassVar[bool] = True
 
-    def kept(self, b_before: Tensor, b: Tensor) -> float | Tensor:
-        kept: Tensor = rule.kept(self.beta, b_before, b)
-        return kept
-
-    def entering(self, b: Tensor) -> Tensor:
-        return (1 - self.beta) / b
-
-    def factor(self, b: Tensor, t: Tensor) -> Tensor | None:
+    def displace(self, batch: Batch) -> Displacement:
+        v, b, t = batch.buffers["velocity"], batch.b, batch.t
+        lists.mul_(v, batch.split(rule.kept(self.beta, batch.b_before, b)))
+        lists.addcmul_(v, batch.u, batch.split((1 - self.beta) / b * batch.lam))
         # At t = 0 no block has moved yet, and v is 0.
-        factor: Tensor = rule.unbiased(1.0, self.beta, torch.clamp(t.to(b.dtype), min=1))
-        return factor
+        return v, batch.split(rule.unbiased(1.0, self.beta, torch.clamp(t.to(b.dtype), min=1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,22 +112,69 @@ class Adam(Direction):
     counts_blocks: ClassVar[bool] = True
     touches_all: ClassVar[bool] = True
     rate_in_rule: ClassVar[bool] = False
-    decays_by: ClassVar[Literal["lr", "rate"] | None] = None
+    decay: ClassVar[Decay | None] = None
 
-    def propose(
-        self, g: list[Tensor], buffers: Buffers, t: list[Tensor]
-    ) -> tuple[list[Tensor], Buffers]:
-        m = lists.lerp(buffers["m"], g, 1 - self.beta)  # m ← β₁·m + (1−β₁)·g
+    def propose(self, batch: Batch) -> list[Tensor]:
+        m = lists.lerp(batch.buffers["m"], batch.g, 1 - self.beta)  # m ← β₁·m + (1−β₁)·g
         old, new = math.sqrt(self.beta2), math.sqrt(1 - self.beta2)
-        pairs = zip(buffers["rms"], g, strict=True)
+        pairs = zip(batch.buffers["rms"], batch.g, strict=True)
         rms = [torch.hypot(old * r, new * g) for r, g in pairs]  # v ← β₂·v + (1−β₂)·g²
-        u = [self._ratio(*each) for each in zip(m, rms, t, strict=True)]
-        return u, {"m": m, "rms": rms}
+        batch.new = {"m": m, "rms": rms}
+        counts = [step.t for step in batch.steps]
+        return [self._ratio(*parts) for parts in zip(m, rms, counts, strict=True)]
 
     def _ratio(self, m: Tensor, rms: Tensor, t: Tensor) -> Tensor:
         t = t.to(blocks.accumulator(t.device)) + 1
         unbiased = (1 - self.beta2**t).sqrt() / (1 - self.beta**t)
         return (self.scale * unbiased).to(m.dtype) * torch.where(rms == 0, m, m / rms)
+
+
+@dataclass(frozen=True, slots=True)
+class Orthogonalized(Direction):
+    """m ← μ·m + (1−μ)·g,  u = orthogonalize(μ·m + (1−μ)·g)·max(1, √(out/in)).
+
+    Every singular value of a matrix counts the same (Muon; Jordan et al. 2024), and a neuron's row
+    of u has a norm of about 1, however wide the layer is and however large the gradient. The rows
+    of an embedding that have no gradient in this step do not move.
+
+    Args:
+        layout: how the parameter is a stack of matrices.
+        decay: what pulls x back.
+        rows_apart: whether it is an embedding.
+    """
+
+    mu: float
+    layout: Layout
+    decay: Decay | None = decays.by_rate  # type: ignore[misc]  # one for each, unlike above
+    rows_apart: bool = False
+    buffers: ClassVar[tuple[str, ...]] = ("m",)
+    touches_all: ClassVar[bool] = True
+    orthogonalizes: ClassVar[bool] = True
+    rate_in_rule: ClassVar[bool] = False
+
+    def propose(self, batch: Batch) -> list[Tensor]:
+        ahead = batch.whole(self.look_ahead(batch))
+        stacks = orthogonalize_all([self.layout.matrices(matrix) for matrix in ahead])
+        pairs = zip(stacks, ahead, strict=True)
+        u = [self.layout.scale(a.shape) * self.layout.restore(s, a) for s, a in pairs]
+        if self.rows_apart:
+            u = [x * self.moving_rows(g) for x, g in zip(u, batch.whole(batch.g), strict=True)]
+        return batch.as_views(u)
+
+    def look_ahead(self, batch: Batch) -> list[Tensor]:
+        """μ·m + (1−μ)·g, which is to be orthogonalized: entry by entry."""
+        m = lists.lerp(batch.buffers["m"], batch.g, 1 - self.mu)
+        batch.new = {"m": m}
+        return lists.lerp(batch.g, m, self.mu)
+
+    def moving_rows(self, g: Tensor) -> Tensor:
+        """Which indices of an embedding's dimension 0 have a gradient."""
+        return (g != 0).flatten(1).any(1).view(-1, *[1] * (g.dim() - 1))
+
+    def neurons(self, shape: blocks.Shape) -> int:
+        """The rows of all its matrices."""
+        count, out, _ = self.layout.sizes(shape)
+        return count * out
 
 
 GRADIENT = Direction()
