@@ -133,7 +133,7 @@ def by_shape(p: Tensor) -> Layout | None:
 
 
 def _owned(owner: str, model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Each parameter's name in the model and its module; of several owners, each."""
+    """A parameter's name in the model and its module, once for each of its owners."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{owner}: `model` must be a torch.nn.Module, got {model!r}.")
     for path, module in model.named_modules():
@@ -155,9 +155,9 @@ def _table(header: Sequence[str], rows: list[tuple[Any, ...]]) -> str:
     count = sum(p.numel() for _, params, *_ in rows for p in params)
     total = f"{sum(row[-1] for row in rows):,}"
     lines.append(("total", f"{count:,} parameters", *[""] * (len(header) - 3), total))
-    *wide, last = (max(map(len, column)) for column in zip(*lines, strict=True))
+    *widths, last = (max(map(len, column)) for column in zip(*lines, strict=True))
     return "\n".join(
-        "  ".join([*map(str.ljust, line, wide), line[-1].rjust(last)]) for line in lines
+        "  ".join([*map(str.ljust, line, widths), line[-1].rjust(last)]) for line in lines
     )
 
 
@@ -291,7 +291,6 @@ def matrix_groups(model: nn.Module) -> MatrixGroups:
         total      150 parameters                           21
     """
     kinds: dict[Tensor, tuple[Role, Layout | None]] = {}
-    names: dict[Tensor, str] = {}
     for name, module, p in _owned("matrix_groups", model):
         weight = name.rpartition(".")[2] == "weight" and isinstance(module, _BY_ROW)
         # FSDP1 has a flat parameter, or flat parts of it under the names of the weights.
@@ -305,14 +304,13 @@ def matrix_groups(model: nn.Module) -> MatrixGroups:
         if embeds or p not in kinds:
             role: Role = "vector" if layout is None else "embedding" if embeds else "matrix"
             kinds[p] = role, layout
-        names.setdefault(p, name)
     if not kinds:
         raise ValueError(
             f"matrix_groups: `model` must have parameters, got a {type(model).__name__} without."
         )
     order = sorted(dict.fromkeys(kinds.values()), key=lambda kind: get_args(Role).index(kind[0]))
     groups = [_group(*kind, [p for p in kinds if kinds[p] == kind]) for kind in order]
-    return MatrixGroups(groups, names)
+    return MatrixGroups(groups, {p: name for name, p in model.named_parameters()})
 
 
 def _group(role: Role, layout: Layout | None, params: list[Tensor]) -> dict[str, Any]:
