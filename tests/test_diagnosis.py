@@ -323,6 +323,43 @@ def test_a_trainers_rate_that_is_none_for_wnmuon_is_noticed_once(finetune):
     small_steps(150, WNMuon, 0.003, finetune=finetune)  # A warning would be an error.
 
 
+def test_a_hint_is_given_only_where_its_sentence_is_true():
+    """Neither WNMuon nor a sign descends along the gradient, however small λ is."""
+    for lr in (0.0011, 0.01):
+        small_steps(150, WNMuon, lr)  # A warning would be an error.
+    small_steps(150, from_the_docs(), 0.001)
+
+
+class Fixed(WNGrad):
+    def __init__(self, params):
+        super().__init__(params, 0.001)
+
+
+class Passing(WNGrad):
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+
+
+class Required(WNGrad):
+    def __init__(self, params, lr, **settings):
+        super().__init__(params, lr, **settings)
+
+
+class Small(WNGrad):
+    def __init__(self, params, lr=0.001, **settings):
+        super().__init__(params, lr, **settings)
+
+
+@pytest.mark.parametrize("make", [Fixed, Passing, Required, Small])
+def test_the_hint_names_no_default_where_the_signature_has_none_that_is_larger(make):
+    p = nn.Parameter(torch.ones(4, 3))
+    opt = make([p]) if make is Fixed else make([p], lr=0.001)
+    with pytest.warns(SmallRateWarning, match=r"b has hardly grown.* start from a larger one, "):
+        for _ in range(101):
+            p.grad = torch.full((4, 3), 0.1)
+            opt.step()
+
+
 def test_no_hint_in_a_warm_up():
     p = nn.Parameter(torch.ones(4, 3))
     opt = WNGrad([p])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -105,9 +105,8 @@ class RateHistory:
         Args:
             losses: the training losses, oldest first, as for `diagnose`.
         """
-        layers = self.layers()
-        now = report.diagnose(self._opt, losses, usual=False)
-        return [*now, *_leaps(layers), *_left_behind(layers)]
+        now, layers = report.diagnose(self._opt, losses, usual=False), self.layers()
+        return [*now, *_over_time(layers)] if layers else now
 
     def figure(self, losses: Iterable[float | Tensor] | None = None) -> Figure:
         """The rates and b over training, a line a layer, with what looks wrong in words.
@@ -189,38 +188,28 @@ def _layers(opt: BlockOptimizer, model: nn.Module | None) -> dict[str, Tensor]:
     return layers
 
 
-def _leaps(layers: list[Layer]) -> list[str]:
-    """When the median b of a layer has leapt, after the first records."""
-    found: list[tuple[float, str, int, int]] = []
-    for layer in layers:
-        middle = layer.b[:, 1]
-        late = max(2, len(middle) // 10)
-        growth = (middle[1:] / middle[:-1])[late - 1 :].nan_to_num(0.0, 0.0)
-        if (growth > _LEAP).any():
-            i = int(growth.argmax())
-            found.append((growth[i].item(), layer.name, *layer.steps[late - 1 + i : late + 1 + i]))
-    if not found:
-        return []
-    factor, name, before, after = max(found)
-    others = f", and that of {len(found) - 1} more layers leapt, too" if len(found) > 1 else ""
-    return [
-        f"b of `{name}` grew {factor:.3g}-fold between steps {before} and {after}{others}: a spike "
-        f"of the gradient has lowered the rate for good (clip gradients, or look at that batch)."
-    ]
-
-
-def _left_behind(layers: list[Layer]) -> list[str]:
-    """Layers whose rate has ended far below the others'."""
-    last = torch.stack([layer.rate[-1, 1] for layer in layers]) if layers else torch.empty(0)
-    middle = last.nanmedian().item() if len(layers) > 2 else 0.0
-    low = [layer.name for layer, rate in zip(layers, last, strict=True) if rate * _FAR < middle]
-    if not low:
-        return []
-    names = ", ".join(f"`{name}`" for name in low[:3]) + (", …" if len(low) > 3 else "")
-    return [
-        f"the rate of {names} ({len(low)} of {len(layers)} layers) has ended more than "
-        f"{_FAR:.0f} times below the median layer's: such layers hardly move any more."
-    ]
+def _over_time(layers: list[Layer]) -> Iterator[str]:
+    """What only a history can tell: layers whose b leapt, and whose rate has fallen behind."""
+    steps, b = layers[0].steps, torch.stack([layer.b[:, 1] for layer in layers], 1)
+    late = max(2, len(b) // 10)  # after the first records
+    growth = (b[1:] / b[:-1])[late - 1 :].nan_to_num(0.0, 0.0)
+    if leapt := int((growth > _LEAP).any(0).sum()):
+        i, layer = divmod(int(growth.argmax()), len(layers))
+        before, after = steps[late - 1 + i : late + 1 + i]
+        others = f", and that of {leapt - 1} more layers leapt, too" if leapt > 1 else ""
+        yield (
+            f"b of `{layers[layer].name}` grew {growth[i, layer]:.3g}-fold between steps {before} "
+            f"and {after}{others}: a spike of the gradient has lowered the rate for good (clip "
+            f"gradients, or look at that batch)."
+        )
+    rate = torch.stack([layer.rate[-1, 1] for layer in layers])
+    low = [layers[i].name for i in (rate * _FAR < rate.nanmedian()).nonzero()]
+    if low and len(layers) > 2:
+        names = ", ".join(f"`{name}`" for name in low[:3]) + (", …" if len(low) > 3 else "")
+        yield (
+            f"the rate of {names} ({len(low)} of {len(layers)} layers) has ended more than "
+            f"{_FAR:.0f} times below the median layer's: such layers hardly move any more."
+        )
 
 
 def _drawn(

@@ -86,15 +86,14 @@ def skip_count(opt: Optimizer, group: Group) -> Tensor | None:
 
     What shares its blocks counts once: as often as the parameter that was skipped most often.
     """
-    counts: list[Tensor] = []
-    of_shared: list[Tensor] = []
-    for p in group["params"]:
-        if "skipped" in (state := opt.state.get(p, {})):
-            count = sharded.local(state["skipped"]).sum()
-            (of_shared if shares(group) and not holds(group, p) else counts).append(count)
-    if of_shared:
-        counts.append(torch.stack([n.to(of_shared[0].device) for n in of_shared]).amax())
-    return torch.stack([n.to(counts[0].device) for n in counts]).sum() if counts else None
+    params = [p for p in group["params"] if "skipped" in opt.state.get(p, {})]
+    if not params:
+        return None
+    counts = [sharded.local(opt.state[p]["skipped"]).sum().to(params[0].device) for p in params]
+    pairs = list(zip(params, counts, strict=True))
+    together = [n for p, n in pairs if shares(group) and not holds(group, p)]
+    alone = [n for p, n in pairs if not shares(group) or holds(group, p)]
+    return sum(alone, torch.stack(together).amax() if together else torch.zeros_like(counts[0]))
 
 
 def skipped(opt: Optimizer) -> int:
@@ -159,12 +158,11 @@ class _Blocks:
 
     def where(self, mask: Tensor) -> str:
         """The parameter that has most of these blocks, in parentheses."""
-        counts = torch.bincount(self.parameter[mask]).tolist()
-        i = counts.index(max(counts))
-        most = "" if counts[i] == sum(counts) else "most of them "
-        return (
-            f" ({most}in {self.labels[i]}: {counts[i]} of its {int((self.parameter == i).sum())})"
-        )
+        which = self.parameter[mask]
+        i = int(which.bincount().argmax())
+        most = "" if (which == i).all() else "most of them "
+        count, size = int((which == i).sum()), int((self.parameter == i).sum())
+        return f" ({most}in {self.labels[i]}: {count} of its {size})"
 
 
 def diagnose(
@@ -199,16 +197,14 @@ def _group_findings(opt: Optimizer, group: Group) -> Iterator[Finding]:
     if bad := int((~b.isfinite()).sum()):
         yield Finding(f"{bad} of {total} blocks are NaN: a gradient was not finite")
     if (unset := b == 0).any():
-        where = blocks.where(unset)
-        yield Finding(f"{blocks.count(unset)} blocks have seen no gradient yet{where}")
+        count, where = blocks.count(unset), blocks.where(unset)
+        yield Finding(f"{count} blocks have seen no gradient yet{where}")
     if (skips := skip_count(opt, group)) is not None and skips > 0:
         yield Finding(f"{skips} blocks with gradients that were not finite have been skipped")
     b = b[b.isfinite() & (b > 0)]
     if b.numel() and math.isnan(blocks.b1):
-        clause = (
-            f"b lies between {b.min():.3g} and {b.max():.3g} after {blocks.steps.max():.0f} steps"
-        )
-        yield Finding(clause, usual=True)
+        spread = f"between {b.min():.3g} and {b.max():.3g}"
+        yield Finding(f"b lies {spread} after {blocks.steps.max():.0f} steps", usual=True)
     elif b.numel():
         lam = max(1.0, float(group.get("initial_lr", group["lr"])), float(group["lr"]))
         yield from _growth_findings(blocks, lam)
@@ -225,7 +221,8 @@ def _growth_findings(blocks: _Blocks, lam: float) -> Iterator[Finding]:
             f"gradients are next to zero"
         )
         return
-    explained = (1 + 2 * blocks.steps * (lam / blocks.b1) ** 2).sqrt()  # √(b₁² + 2t·λ²)/b₁
+    t, one = blocks.steps, torch.ones_like(blocks.steps)
+    explained = torch.hypot(one, (2 * t).sqrt() * (lam / blocks.b1))  # √(b₁² + 2t·λ²)/b₁
     if middle > _TOO_FAST * explained.max():
         power = str(round(math.log10(middle))).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
         yield Finding(
@@ -309,11 +306,7 @@ def floats(owner: str, losses: Iterable[float | Tensor]) -> list[float]:
 
 
 def _loss_findings(losses: list[float], classes: int) -> Iterator[Finding]:
-    """Whether the losses fall, by the medians of the first and of the last quarter.
-
-    Args:
-        classes: how many rows the last parameter has: perhaps the number of classes.
-    """
+    """Whether losses fall, by medians of quarters; the last parameter may have a row a class."""
     finite = [x for x in losses if math.isfinite(x)]
     if bad := len(losses) - len(finite):
         at = next(i for i, x in enumerate(losses) if not math.isfinite(x))
@@ -325,12 +318,14 @@ def _loss_findings(losses: list[float], classes: int) -> Iterator[Finding]:
         clause = f"too few to judge: {len(finite)} finite ones of at least {_FEWEST}"
         yield Finding(clause, usual=True)
         return
-    x, k = torch.tensor(finite, dtype=torch.float64), len(finite) // 4
-    start, end = _median(x[:k]), _median(x[-k:])
-    fall, spread = start - end, _SIGMA * _median(torch.cat([x[:k] - start, x[-k:] - end]).abs())
+    k = len(finite) // 4
+    early, late = torch.tensor([finite[:k], finite[-k:]], dtype=torch.float64)
+    start, end = early.quantile(0.5), late.quantile(0.5)
+    spread = _SIGMA * torch.cat([early - start, late - end]).abs().quantile(0.5)
     certain = _SURE * spread * math.sqrt(math.pi / k)  # medians of k normal numbers have √(π/2k)·σ
+    fall = start - end
     medians = (
-        f"(median {start:.4g} in the first quarter of {len(x)} losses, {end:.4g} in the last, "
+        f"(median {start:.4g} in the first quarter of {len(finite)} losses, {end:.4g} in the last, "
         f"spread {spread:.2g})"
     )
     if fall > max(certain, spread):
@@ -341,8 +336,8 @@ def _loss_findings(losses: list[float], classes: int) -> Iterator[Finding]:
     # What this may mean: a fact is called a fact, a guess a guess.
     restart = "start again with a smaller lr or less momentum, or with normalization layers"
     context = f"either this is as low as it gets, or the run is stuck (then {restart})"
-    noisy = _SIGMA * _median((x[-k:] - end).abs()) >= _NEAR_ZERO * end
-    converged = bool(x[-k:].min() >= 0) and (end <= _ZERO or noisy)
+    noisy = _SIGMA * (late - end).abs().quantile(0.5) >= _NEAR_ZERO * end
+    converged = bool((late.min() >= 0) & ((end <= _ZERO) | noisy))
     if converged:
         context = "it lies close to zero, as the loss of a run that has converged does"
     elif classes > 1 and _GUESS[0] <= end / math.log(classes) <= _GUESS[1]:
@@ -354,15 +349,9 @@ def _loss_findings(losses: list[float], classes: int) -> Iterator[Finding]:
     yield Finding(f"{verb} {medians}: {context}", usual=converged)
 
 
-def _median(x: Tensor) -> float:
-    return torch.quantile(x, 0.5).item()
-
-
 # ------------------------------------------------------------------------- a warning, given once
 
-HINT_AFTER = (
-    100  # steps: enough for b to grow where λ lets it, and one wait for a device is no cost
-)
+HINT_AFTER = 100  # steps: b has grown where λ lets it, and one wait for a device is no cost
 _SMALL = 1e-2  # of λ = 1, at which b₁ is the only limit of the first step
 _SMALL_SUMMED = 2e-3  # with momentum, which is started from 0.01 to 0.1
 _GROWN = 1.1  # b that has grown less than this many times does not limit the rate
@@ -381,37 +370,36 @@ def warn_of_small_rate(opt: Any) -> None:
     if is_capturing():
         return  # It must not wait.
     lr = inspect.signature(type(opt)).parameters.get("lr")
+    default = lr.default if lr is not None else None
     for group in opt.param_groups:
         lams = [group.get(name) for name in ("lr", "initial_lr", "max_lr")]
         lam = max(float(lam) for lam in lams if lam is not None)  # now, or as scheduled at most
-        default = lr.default if lr is not None else None
         larger = isinstance(default, (int, float)) and default > lam
         start = f"lr={default}, the default" if larger else "a larger one"
         directions = {type(opt.direction(group, p)) for p in group["params"]}
-        summed = Momentum in directions
         if not directions or lam <= 0:
             continue
-        if not any(direction.rate_in_rule for direction in directions) and lam <= _SHORT:
+        if not any(direction.rate_in_rule for direction in directions):
+            small = lam <= _SHORT
             hint = (
                 f"hardly anything has moved. `lr` is the length of a step in units of a neuron, "
                 f"not a learning rate as Adam's: use {start.removeprefix('lr=')}"
             )
-        elif (
-            directions <= {Direction, Momentum, RunningMean}
-            and lam <= (_SMALL_SUMMED if summed else _SMALL)
-            and _moving(opt, group).growth.nanmedian() < _GROWN
-        ):
+        else:
+            summed = Momentum in directions
+            start = "lr=0.03, as momentum asks for" if summed else start
+            small = directions <= {Direction, Momentum, RunningMean}
+            small = small and lam <= (_SMALL_SUMMED if summed else _SMALL)
+            small = small and bool(_moving(opt, group).growth.nanmedian() < _GROWN)
             hint = (
                 f"b has hardly grown, so that this is plain gradient descent at that rate. b "
-                f"lowers the rate by itself: start from "
-                f"{'lr=0.03, as momentum asks for' if summed else start}"
+                f"lowers the rate by itself: start from {start}"
             )
-        else:
-            continue
-        warnings.warn(
-            f"{type(opt).__name__}: in {HINT_AFTER} steps at `lr` = {lam:g} {hint}, whatever your "
-            f"trainer's is.",
-            SmallRateWarning,
-            stacklevel=5,  # the line that called `step`
-        )
-        return
+        if small:
+            warnings.warn(
+                f"{type(opt).__name__}: in {HINT_AFTER} steps at `lr` = {lam:g} {hint}, whatever "
+                f"your trainer's is.",
+                SmallRateWarning,
+                stacklevel=5,  # the line that called `step`
+            )
+            return
