@@ -265,7 +265,7 @@ def test_what_is_not_a_loss_is_refused(losses, error, words):
 
 def small_steps(count, make=WNGrad, lr=0.001, **options):
     p = nn.Parameter(torch.ones(4, 3))
-    opt = make([p], lr=lr, **options)
+    opt = make([p], **({} if lr is None else {"lr": lr}), **options)
     for _ in range(count):
         p.grad = torch.full((4, 3), 0.1)
         opt.step()
@@ -352,12 +352,8 @@ class Small(WNGrad):
 
 @pytest.mark.parametrize("make", [Fixed, Passing, Required, Small])
 def test_the_hint_names_no_default_where_the_signature_has_none_that_is_larger(make):
-    p = nn.Parameter(torch.ones(4, 3))
-    opt = make([p]) if make is Fixed else make([p], lr=0.001)
     with pytest.warns(SmallRateWarning, match=r"b has hardly grown.* start from a larger one, "):
-        for _ in range(101):
-            p.grad = torch.full((4, 3), 0.1)
-            opt.step()
+        small_steps(101, make, None if make is Fixed else 0.001)
 
 
 def test_no_hint_in_a_warm_up():

@@ -206,8 +206,8 @@ def _group_findings(opt: Optimizer, group: Group) -> Iterator[Finding]:
         spread = f"between {b.min():.3g} and {b.max():.3g}"
         yield Finding(f"b lies {spread} after {blocks.steps.max():.0f} steps", usual=True)
     elif b.numel():
-        lam = max(1.0, float(group.get("initial_lr", group["lr"])), float(group["lr"]))
-        yield from _growth_findings(blocks, lam)
+        lams = [float(group[name]) for name in ("lr", "initial_lr") if name in group]
+        yield from _growth_findings(blocks, max(1.0, *lams))
 
 
 def _growth_findings(blocks: _Blocks, lam: float) -> Iterator[Finding]:
@@ -270,7 +270,7 @@ def _moving(opt: Optimizer, group: Group) -> _Blocks:
             for key in ("b", "t", "skipped")
         )
         unmoved = (b == torch.tensor(b1, dtype=b.dtype)) & (skips == 0)
-        rows = torch.broadcast_tensors(b, t.max(), unmoved, torch.tensor(len(labels)))
+        rows = (b, t.max().expand(b.shape), unmoved, torch.full(b.shape, len(labels)))
         columns.append(torch.stack([row.double() for row in rows]))
         names = group.get("param_names")
         labels.append(f"`{names[i]}`" if names else f"parameter {i} of shape {tuple(p.shape)}")
@@ -369,7 +369,7 @@ def warn_of_small_rate(opt: Any) -> None:
     """
     if is_capturing():
         return  # It must not wait.
-    lr = inspect.signature(type(opt)).parameters.get("lr")
+    lr = inspect.signature(type(opt).__init__).parameters.get("lr")
     default = lr.default if lr is not None else None
     for group in opt.param_groups:
         lams = [group.get(name) for name in ("lr", "initial_lr", "max_lr")]
