@@ -92,12 +92,9 @@ class RateHistory:
         if not self._records:
             return []
         steps = [step for step, _ in self._records]
-        numbers = torch.stack([values.cpu() for _, values in self._records])
-        layers = (
-            Layer(name, steps, numbers[:, i, :3], numbers[:, i, 3:])
-            for i, name in enumerate(self._layers)
-        )
-        return [layer for layer in layers if layer.b.isfinite().any()]
+        numbers = torch.stack([values.cpu() for _, values in self._records], 1)
+        layers = zip(self._layers, numbers[..., :3], numbers[..., 3:], strict=True)
+        return [Layer(name, steps, rate, b) for name, rate, b in layers if b.isfinite().any()]
 
     def troubles(self, losses: Iterable[float | Tensor] | None = None) -> list[str]:
         """What looks wrong, in sentences: by `diagnose`, and by what only a history can tell.

@@ -140,7 +140,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """The blocks of a group whose b moves, in one dimension, on the host."""
+    """The blocks of a group whose b moves, on this rank: an entry a block, on the host."""
 
     b: Tensor
     steps: Tensor  # that the block's parameter has taken
@@ -187,21 +187,19 @@ def diagnose(
 
 def _group_findings(opt: Optimizer, group: Group) -> Iterator[Finding]:
     blocks = _moving(opt, group)
-    b, total = blocks.b, blocks.b.numel()
-    if not total and stepped(opt, group):
-        yield Finding("no b that moves", usual=True)  # all of it is held
-        return
+    b, bad, unset = blocks.b, ~blocks.b.isfinite(), blocks.b == 0
     if not blocks.steps.any():
-        yield Finding("no step taken yet", usual=True)
+        held = not b.numel() and stepped(opt, group)
+        yield Finding("no b that moves" if held else "no step taken yet", usual=True)
         return
-    if bad := int((~b.isfinite()).sum()):
-        yield Finding(f"{bad} of {total} blocks are NaN: a gradient was not finite")
-    if (unset := b == 0).any():
+    if bad.any():
+        yield Finding(f"{blocks.count(bad)} blocks are NaN: a gradient was not finite")
+    if unset.any():
         count, where = blocks.count(unset), blocks.where(unset)
         yield Finding(f"{count} blocks have seen no gradient yet{where}")
     if (skips := skip_count(opt, group)) is not None and skips > 0:
         yield Finding(f"{skips} blocks with gradients that were not finite have been skipped")
-    b = b[b.isfinite() & (b > 0)]
+    b = b[~bad & ~unset]
     if b.numel() and math.isnan(blocks.b1):
         spread = f"between {b.min():.3g} and {b.max():.3g}"
         yield Finding(f"b lies {spread} after {blocks.steps.max():.0f} steps", usual=True)
