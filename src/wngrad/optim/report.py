@@ -86,14 +86,14 @@ def skip_count(opt: Optimizer, group: Group) -> Tensor | None:
 
     What shares its blocks counts once: as often as the parameter that was skipped most often.
     """
-    params = [p for p in group["params"] if "skipped" in opt.state.get(p, {})]
-    if not params:
-        return None
-    counts = [sharded.local(opt.state[p]["skipped"]).sum().to(params[0].device) for p in params]
-    pairs = list(zip(params, counts, strict=True))
-    together = [n for p, n in pairs if shares(group) and not holds(group, p)]
-    alone = [n for p, n in pairs if not shares(group) or holds(group, p)]
-    return sum(alone, torch.stack(together).amax() if together else torch.zeros_like(counts[0]))
+    most: dict[int | None, Tensor] = {}  # by parameter; None for all that share their blocks
+    for p in group["params"]:
+        if "skipped" in (state := opt.state.get(p, {})):
+            key = None if shares(group) and not holds(group, p) else id(p)
+            count = sharded.local(state["skipped"]).sum()
+            most[key] = torch.maximum(most.get(key, count).to(count.device), count)
+    counts = list(most.values())
+    return torch.stack([n.to(counts[0].device) for n in counts]).sum() if counts else None
 
 
 def skipped(opt: Optimizer) -> int:
@@ -219,8 +219,8 @@ def _growth_findings(blocks: _Blocks, lam: float) -> Iterator[Finding]:
             f"gradients are next to zero"
         )
         return
-    t, one = blocks.steps, torch.ones_like(blocks.steps)
-    explained = torch.hypot(one, (2 * t).sqrt() * (lam / blocks.b1))  # √(b₁² + 2t·λ²)/b₁
+    unit = lam / blocks.b1
+    explained = torch.hypot(torch.ones(()), unit * (2 * blocks.steps).sqrt())  # √(b₁² + 2tλ²)/b₁
     if middle > _TOO_FAST * explained.max():
         power = str(round(math.log10(middle))).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
         yield Finding(
@@ -321,16 +321,15 @@ def _loss_findings(losses: list[float], classes: int) -> Iterator[Finding]:
     start, end = early.quantile(0.5), late.quantile(0.5)
     spread = _SIGMA * torch.cat([early - start, late - end]).abs().quantile(0.5)
     certain = _SURE * spread * math.sqrt(math.pi / k)  # medians of k normal numbers have √(π/2k)·σ
-    fall = start - end
     medians = (
         f"(median {start:.4g} in the first quarter of {len(finite)} losses, {end:.4g} in the last, "
         f"spread {spread:.2g})"
     )
-    if fall > max(certain, spread):
+    if start - end > max(certain, spread):
         yield Finding(f"falls {medians}", usual=True)
         return
-    verb = "hardly falls" if fall > certain else "does not fall"
-    verb = "rises" if fall < -max(certain, spread) else verb
+    verb = "hardly falls" if start - end > certain else "does not fall"
+    verb = "rises" if end - start > max(certain, spread) else verb
     # What this may mean: a fact is called a fact, a guess a guess.
     restart = "start again with a smaller lr or less momentum, or with normalization layers"
     context = f"either this is as low as it gets, or the run is stuck (then {restart})"
@@ -368,7 +367,7 @@ def warn_of_small_rate(opt: Any) -> None:
     if is_capturing():
         return  # It must not wait.
     lr = inspect.signature(type(opt).__init__).parameters.get("lr")
-    default = lr.default if lr is not None else None
+    default = getattr(lr, "default", None)
     for group in opt.param_groups:
         lams = [group.get(name) for name in ("lr", "initial_lr", "max_lr")]
         lam = max(float(lam) for lam in lams if lam is not None)  # now, or as scheduled at most
