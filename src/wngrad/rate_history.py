@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from wngrad.install import naming_the_extra
 from wngrad.optim import report
 from wngrad.optim.optimizer import BlockOptimizer
-from wngrad.telemetry import ours
+from wngrad.telemetry import wngrad_optimizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,7 +77,7 @@ class RateHistory:
     """
 
     def __init__(self, opt: Any, model: nn.Module | None = None, *, every: int = 10) -> None:
-        self._opt = ours("RateHistory", opt, every)
+        self._opt = wngrad_optimizer("RateHistory", opt, every)
         self._every, self._step = every, 0
         self._layers = _layers(self._opt, model)
         self._records: list[tuple[int, Tensor]] = []
@@ -103,7 +103,7 @@ class RateHistory:
             losses: the training losses, oldest first, as for `diagnose`.
         """
         now, layers = report.diagnose(self._opt, losses, usual=False), self.layers()
-        return [*now, *_over_time(layers)] if layers else now
+        return [*now, *_troubles_over_time(layers)] if layers else now
 
     def figure(self, losses: Iterable[float | Tensor] | None = None) -> Figure:
         """The rates and b over training, a line a layer, with what looks wrong in words.
@@ -119,7 +119,7 @@ class RateHistory:
             raise ValueError("RateHistory: a picture must have a step to show, got none so far.")
         owner = type(self._opt).__name__
         numbers = None if losses is None else report.floats(owner, losses)
-        return _drawn(layers, numbers, self.troubles(numbers), owner)
+        return _draw(layers, numbers, self.troubles(numbers), owner)
 
     def save(self, path: str | Path, losses: Iterable[float | Tensor] | None = None) -> None:
         """Write the picture to a file; its ending (.png, .svg, .pdf) says of which kind."""
@@ -185,7 +185,7 @@ def _layers(opt: BlockOptimizer, model: nn.Module | None) -> dict[str, Tensor]:
     return layers
 
 
-def _over_time(layers: list[Layer]) -> Iterator[str]:
+def _troubles_over_time(layers: list[Layer]) -> Iterator[str]:
     """What only a history can tell: layers whose b leapt, and whose rate has fallen behind."""
     steps, b = layers[0].steps, torch.stack([layer.b[:, 1] for layer in layers], 1)
     late = max(2, len(b) // 10)  # after the first records
@@ -209,7 +209,7 @@ def _over_time(layers: list[Layer]) -> Iterator[str]:
         )
 
 
-def _drawn(
+def _draw(
     layers: list[Layer], losses: list[float] | None, troubles: list[str], owner: str
 ) -> Figure:
     """The figure, made without pyplot: the user's backend stays as it is."""
@@ -238,13 +238,13 @@ def _drawn(
             if count <= _BANDS:
                 band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
                 axes.fill_between(layer.steps, values[:, 0], values[:, 2], **band)
-    _finish(rates, "step", "effective rate λ/b", log=True)
-    _finish(b, "step", "b", log=True)
+    _label(rates, "step", "effective rate λ/b", log=True)
+    _label(b, "step", "b", log=True)
     if losses is not None:
         rest[0].plot(range(1, len(losses) + 1), losses, color="0.35", linewidth=0.9)
         finite = sorted(x for x in losses if math.isfinite(x)) or [0.0]
         wide = finite[0] > 0 and finite[-1] > 20 * finite[len(finite) // 2]
-        _finish(rest[0], "loss number", "training loss", log=wide)
+        _label(rest[0], "loss number", "training loss", log=wide)
     every = -(-count // _NAMED)
     picked = [i for i in range(count) if i % every == 0 or i == count - 1]
     few = "" if len(picked) == count else f" (some of {count})"
@@ -261,7 +261,7 @@ def _drawn(
     return figure
 
 
-def _finish(axes: Axes, below: str, title: str, *, log: bool) -> None:
+def _label(axes: Axes, below: str, title: str, *, log: bool) -> None:
     if log:
         axes.set_yscale("log")
         low, high = axes.get_ylim()

@@ -93,7 +93,7 @@ def show_rates(opt: Any, *, every: int = 10) -> RemovableHandle:
         >>> round(group["effective_lr"], 4), round(group["d"], 4), group["lr"]
         (0.2857, 0.5714, 0.5)
     """
-    return ours("show_rates", opt, every).register_step_post_hook(_Shown(every))
+    return wngrad_optimizer("show_rates", opt, every).register_step_post_hook(_Shown(every))
 
 
 class _Shown:
@@ -132,7 +132,7 @@ def unwrapped(opt: Any, owner: str = "rate_metrics") -> Any:
     return opt
 
 
-def ours(owner: str, opt: Any, every: int) -> BlockOptimizer:
+def wngrad_optimizer(owner: str, opt: Any, every: int) -> BlockOptimizer:
     """The optimizer that a hook is to look at, once in so many steps, if it is one of wngrad's."""
     opt = unwrapped(opt, owner)
     if not isinstance(opt, BlockOptimizer):

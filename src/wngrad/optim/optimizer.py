@@ -126,7 +126,7 @@ class BlockOptimizer(Optimizer):
         memo = None if torch.compiler.is_compiling() else engine.memo
         if memo is not None:
             engine.steps += 1
-            if engine.steps == report.HINT_AFTER + 1:
+            if engine.steps == report.WARN_AFTER + 1:
                 report.warn_of_small_rate(self)
         for name in self.other_names:
             for group in self.param_groups:

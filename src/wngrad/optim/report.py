@@ -181,16 +181,19 @@ def diagnose(
     for i, group in enumerate(opt.param_groups):
         name = f" ({group['name']})" if "name" in group else ""
         found.append((f"group {i}{name}", _group_findings(opt, group)))
-    told = ((title, [f.clause for f in its if usual or not f.usual]) for title, its in found)
-    return [f"{title}: {'; '.join(clauses)}." for title, clauses in told if clauses]
+    lines = []
+    for title, findings in found:
+        if clauses := [finding.clause for finding in findings if usual or not finding.usual]:
+            lines.append(f"{title}: {'; '.join(clauses)}.")
+    return lines
 
 
 def _group_findings(opt: Optimizer, group: Group) -> Iterator[Finding]:
-    blocks = _moving(opt, group)
+    blocks = _moving_blocks(opt, group)
     b, bad, unset = blocks.b, ~blocks.b.isfinite(), blocks.b == 0
     if not blocks.steps.any():
-        held = not b.numel() and stepped(opt, group)
-        yield Finding("no b that moves" if held else "no step taken yet", usual=True)
+        all_held = not b.numel() and stepped(opt, group)
+        yield Finding("no b that moves" if all_held else "no step taken yet", usual=True)
         return
     if bad.any():
         yield Finding(f"{blocks.count(bad)} blocks are NaN: a gradient was not finite")
@@ -201,8 +204,8 @@ def _group_findings(opt: Optimizer, group: Group) -> Iterator[Finding]:
         yield Finding(f"{skips} blocks with gradients that were not finite have been skipped")
     b = b[~bad & ~unset]
     if b.numel() and math.isnan(blocks.b1):
-        spread = f"between {b.min():.3g} and {b.max():.3g}"
-        yield Finding(f"b lies {spread} after {blocks.steps.max():.0f} steps", usual=True)
+        ends = f"between {b.min():.3g} and {b.max():.3g}"
+        yield Finding(f"b lies {ends} after {blocks.steps.max():.0f} steps", usual=True)
     elif b.numel():
         lams = [float(group[name]) for name in ("lr", "initial_lr") if name in group]
         yield from _growth_findings(blocks, max(1.0, *lams))
@@ -254,7 +257,7 @@ def _growth_findings(blocks: _Blocks, lam: float) -> Iterator[Finding]:
         )
 
 
-def _moving(opt: Optimizer, group: Group) -> _Blocks:
+def _moving_blocks(opt: Optimizer, group: Group) -> _Blocks:
     """The blocks of a group whose b moves; where parameters share theirs, those of one."""
     b1 = math.nan if isinstance(group["b_init"], (str, tuple)) else float(group["b_init"])
     labels: list[str] = []
@@ -348,7 +351,7 @@ def _loss_findings(losses: list[float], classes: int) -> Iterator[Finding]:
 
 # ------------------------------------------------------------------------- a warning, given once
 
-HINT_AFTER = 100  # steps: b has grown where λ lets it, and one wait for a device is no cost
+WARN_AFTER = 100  # steps: b has grown where λ lets it, and one wait for a device is no cost
 _SMALL = 1e-2  # of λ = 1, at which b₁ is the only limit of the first step
 _SMALL_SUMMED = 2e-3  # with momentum, which is started from 0.01 to 0.1
 _GROWN = 1.1  # b that has grown less than this many times does not limit the rate
@@ -360,7 +363,7 @@ class SmallRateWarning(UserWarning):
 
 
 def warn_of_small_rate(opt: Any) -> None:
-    """Warns if λ is too small after `HINT_AFTER` steps, as the rates that trainers hand over are.
+    """Warns if λ is too small after `WARN_AFTER` steps, as the rates that trainers hand over are.
 
     A sentence is said only of directions it is true of: steps along a sign descend no gradient.
     """
@@ -387,14 +390,14 @@ def warn_of_small_rate(opt: Any) -> None:
             start = "lr=0.03, as momentum asks for" if summed else start
             small = directions <= {Direction, Momentum, RunningMean}
             small = small and lam <= (_SMALL_SUMMED if summed else _SMALL)
-            small = small and bool(_moving(opt, group).growth.nanmedian() < _GROWN)
+            small = small and bool(_moving_blocks(opt, group).growth.nanmedian() < _GROWN)
             hint = (
                 f"b has hardly grown, so that this is plain gradient descent at that rate. b "
                 f"lowers the rate by itself: start from {start}"
             )
         if small:
             warnings.warn(
-                f"{type(opt).__name__}: in {HINT_AFTER} steps at `lr` = {lam:g} {hint}, whatever "
+                f"{type(opt).__name__}: in {WARN_AFTER} steps at `lr` = {lam:g} {hint}, whatever "
                 f"your trainer's is.",
                 SmallRateWarning,
                 stacklevel=5,  # the line that called `step`
