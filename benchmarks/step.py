@@ -30,7 +30,7 @@ from steps.sets import DTYPES, SETS
 from steps.targets import verdicts
 
 from wngrad.lab.run.environment import environment
-from wngrad.optim.hints import SmallRateWarning
+from wngrad.optim.report import SmallRateWarning
 
 DEFAULT_SETS = {"cuda": ["llama", "resnet18", "mlp"], "cpu": ["38M", "resnet18", "mlp"]}
 

@@ -133,6 +133,13 @@ def test_attention_and_unknown_modules():
     assert [len(g["params"]) for g in neuron_groups(Scale())] == [1, 1]
 
 
+def test_what_has_no_neurons_yet_is_refused():
+    with pytest.raises(TypeError, match=r"neuron_groups: `model` must be a torch.nn.Module, got "):
+        neuron_groups([torch.ones(2)])
+    with pytest.raises(ValueError, match=r"neuron_groups: .* no lazy parameters, got '0.weight'"):
+        neuron_groups(nn.Sequential(nn.LazyLinear(3)))
+
+
 def test_every_parameter_is_in_exactly_one_group_even_if_it_is_tied():
     model = nn.Sequential(nn.Embedding(6, 4), nn.LSTM(4, 4), nn.Linear(4, 6))
     model[2].weight = model[0].weight
@@ -239,6 +246,11 @@ def test_a_layer_with_more_parameters_than_its_type_has_keeps_them_apart():
         [(2, 6)],
         [()],
     ]
+    WNGrad(groups)
+    transposed = nn.ConvTranspose1d(4, 6, 2, groups=2, bias=False)
+    transposed.lora_a = nn.Parameter(torch.ones(3, 2))
+    groups = neuron_groups(transposed)
+    assert [group["per"] for group in groups] == [[(2, 3, 1)], [(3, 1)]]
     WNGrad(groups)
 
 

@@ -14,8 +14,7 @@ from torch import nn
 
 from conftest import from_the_docs, network, train
 from wngrad import WNAdam, WNGrad, WNMuon, neuron_groups
-from wngrad.optim.hints import SmallRateWarning
-from wngrad.optim.loss_trend import trend, verdict
+from wngrad.optim.report import SmallRateWarning
 
 SICK = ("the median hides", "nothing has been learned", "stuck", "rises", "too large", "not finite")
 
@@ -193,7 +192,8 @@ def test_shared_blocks_count_once_and_held_ones_not_at_all():
 
 
 def said(losses, classes=None):
-    return verdict("WNGrad", losses, classes)
+    p = nn.Parameter(torch.ones(() if classes is None else (classes,)))
+    return WNGrad([p]).diagnose(losses)[0]
 
 
 @given(st.integers(20, 300), st.integers(0, 9), st.integers(-20, 20), st.booleans())
@@ -243,7 +243,7 @@ def test_floats_and_tensors_are_read_alike():
     as_tensors = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in losses]
     mixed = [t if i % 2 else x for i, (x, t) in enumerate(zip(losses, as_tensors, strict=True))]
     assert said(losses) == said(as_tensors) == said(mixed) == said(torch.tensor(losses).double())
-    assert trend(losses).length == 40
+    assert "of 40 losses" in said(losses)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_what_is_not_a_loss_is_refused(losses, error, words):
 
 def small_steps(count, make=WNGrad, lr=0.001, **options):
     p = nn.Parameter(torch.ones(4, 3))
-    opt = make([p], lr=lr, **options)
+    opt = make([p], **({} if lr is None else {"lr": lr}), **options)
     for _ in range(count):
         p.grad = torch.full((4, 3), 0.1)
         opt.step()
@@ -321,6 +321,39 @@ def test_a_trainers_rate_that_is_none_for_wnmuon_is_noticed_once(finetune):
         small_steps(300, WNMuon, 1e-4, finetune=finetune)
     assert len(warned) == 1
     small_steps(150, WNMuon, 0.003, finetune=finetune)  # A warning would be an error.
+
+
+def test_a_hint_is_given_only_where_its_sentence_is_true():
+    """Neither WNMuon nor a sign descends along the gradient, however small λ is."""
+    for lr in (0.0011, 0.01):
+        small_steps(150, WNMuon, lr)  # A warning would be an error.
+    small_steps(150, from_the_docs(), 0.001)
+
+
+class Fixed(WNGrad):
+    def __init__(self, params):
+        super().__init__(params, 0.001)
+
+
+class Passing(WNGrad):
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+
+
+class Required(WNGrad):
+    def __init__(self, params, lr, **settings):
+        super().__init__(params, lr, **settings)
+
+
+class Small(WNGrad):
+    def __init__(self, params, lr=0.001, **settings):
+        super().__init__(params, lr, **settings)
+
+
+@pytest.mark.parametrize("make", [Fixed, Passing, Required, Small])
+def test_the_hint_names_no_default_where_the_signature_has_none_that_is_larger(make):
+    with pytest.warns(SmallRateWarning, match=r"b has hardly grown.* start from a larger one, "):
+        small_steps(101, make, None if make is Fixed else 0.001)
 
 
 def test_no_hint_in_a_warm_up():

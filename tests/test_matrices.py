@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wngrad.optim.blocks import resolve
-from wngrad.optim.matrices import Layout, by_shape
+from wngrad.optim.modules import Layout, by_shape
 
 
 @st.composite

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from wngrad import WNMuon, step_in_backward
 from wngrad.conformance.distributed import on_ranks
-from wngrad.optim.matrices import Layout
+from wngrad.optim.modules import Layout
 from wngrad.optim.orthogonal import orthogonalize
 from wngrad.optim.orthogonal_sharded import direction, orthogonalize_sharded, owners, slices
 from wngrad.optim.orthogonal_sharded.gram import packed, unpacked

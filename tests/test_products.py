@@ -9,7 +9,7 @@ from wngrad import WNMuon
 from wngrad.optim.fused import matrices, matrices_cuda
 from wngrad.optim.fused.matrices_cuda import Source, Words
 from wngrad.optim.fused.records import GROUP, bits
-from wngrad.optim.matrices import Layout
+from wngrad.optim.modules import Layout
 from wngrad.polynomials import LARGEST, LEAST
 
 pytest.importorskip("triton", minversion="3.4")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -91,6 +92,15 @@ def test_a_healthy_run_has_no_troubles():
     model = mlp(activation=nn.Tanh)  # no unit of which is ever dead
     history, losses = trained(model, WNMuon(model), 60)
     assert history.troubles(losses) == []
+
+
+def test_losses_that_are_not_finite_are_troubles_and_what_is_usual_beside_them_is_not():
+    history = RateHistory(WNGrad([nn.Parameter(torch.ones(2))]))
+    bad = "loss: 1 of 41 are not finite, the first at index 40"
+    for losses in (range(40, 0, -1), [0.0] * 40):  # that fall, that lie close to zero
+        (line,) = history.troubles([*map(float, losses), math.nan])
+        assert line.startswith(bad)
+        assert "median" not in line
 
 
 def test_a_spike_is_found_with_its_step():

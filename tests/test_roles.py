@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from wngrad import WNGrad
-from wngrad.optim.matrices import Layout
-from wngrad.optim.roles import matrix_groups
+from wngrad.optim.modules import Layout, matrix_groups
 
 
 class Conv1D(nn.Module):

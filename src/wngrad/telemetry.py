@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from wngrad.optim import report
 from wngrad.optim.optimizer import BlockOptimizer
-from wngrad.optim.report import RateSummary, skips, units
 
 
 def rate_metrics(opt: Any, prefix: str = "wngrad/") -> dict[str, float]:
@@ -41,11 +40,10 @@ def rate_metrics(opt: Any, prefix: str = "wngrad/") -> dict[str, float]:
         >>> rate_metrics(opt)
         {'wngrad/head/rate_min': 0.25, 'wngrad/head/rate_median': 0.25, 'wngrad/head/rate_max': 0.5}
     """
-    found = by_group(opt)
-    names = _names(unwrapped(opt).param_groups)
+    groups, names = by_group(opt), _names(unwrapped(opt).param_groups)
     return {
         f"{prefix}{name}/{key}": value
-        for name, metrics in zip(names, found, strict=True)
+        for name, metrics in zip(names, groups, strict=True)
         for key, value in metrics.items()
     }
 
@@ -53,14 +51,17 @@ def rate_metrics(opt: Any, prefix: str = "wngrad/") -> dict[str, float]:
 def by_group(opt: Any) -> list[dict[str, float]]:
     """The same numbers without names, in the order of the groups."""
     opt = unwrapped(opt)
-    if not isinstance(opt, BlockOptimizer):
-        return [{} for _ in opt.param_groups]
-    pairs = zip(opt.param_groups, opt.rate_summary(), strict=True)
-    measured = [dict(_measured(opt, group, summary)) for group, summary in pairs]
-    tensors = [t for metrics in measured for t in metrics.values()]
-    if not tensors:
-        return [{} for _ in measured]
-    numbers = iter(torch.stack([t.to(tensors[0].device) for t in tensors]).tolist())
+    measured: list[dict[str, Tensor]] = [{} for _ in opt.param_groups]
+    if isinstance(opt, BlockOptimizer):
+        pairs = zip(opt.param_groups, opt.rate_summary(), strict=True)
+        for metrics, (group, summary) in zip(measured, pairs, strict=True):
+            if report.stepped(opt, group):
+                metrics |= {f"rate_{key}": rate for key, rate in summary._asdict().items()}
+            if (skips := report.skip_count(opt, group)) is not None:
+                metrics["skipped"] = skips
+    tensors = [tensor for metrics in measured for tensor in metrics.values()]
+    on_one = [tensor.to(tensors[0].device) for tensor in tensors]
+    numbers = iter(torch.stack(on_one).tolist() if on_one else [])
     return [
         {key: value for key in metrics if math.isfinite(value := next(numbers))}
         for metrics in measured
@@ -92,12 +93,7 @@ def show_rates(opt: Any, *, every: int = 10) -> RemovableHandle:
         >>> round(group["effective_lr"], 4), round(group["d"], 4), group["lr"]
         (0.2857, 0.5714, 0.5)
     """
-    opt = unwrapped(opt)
-    if not isinstance(opt, BlockOptimizer):
-        raise TypeError(f"show_rates: `opt` must be one of wngrad's, got {type(opt).__name__}.")
-    if type(every) is not int or every < 1:
-        raise ValueError(f"show_rates: `every` must be an int >= 1, got {every!r}.")
-    return opt.register_step_post_hook(_Shown(every))
+    return wngrad_optimizer("show_rates", opt, every).register_step_post_hook(_Shown(every))
 
 
 class _Shown:
@@ -105,43 +101,26 @@ class _Shown:
 
     def __init__(self, every: int) -> None:
         self._every, self._steps = every, 0
-        self._asked: tuple[Tensor, Any] | None = None  # on the host, and when they are there
+        self._medians: Tensor | None = None  # on the host, once `_copied` has happened
+        self._copied: Any = None  # a CUDA event; None where nothing is copied
 
     def __call__(self, opt: Any, *_: Any) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if report.is_capturing():
             return
-        if self._steps % self._every == 0 and self._asked is None:
-            self._asked = _on_the_way([units(opt, group) for group in opt.param_groups])
+        if self._steps % self._every == 0 and self._medians is None:
+            medians = [report.median_without_lr(opt, group) for group in opt.param_groups]
+            device = next((median.device for median in medians if median.is_cuda), "cpu")
+            asked = torch.stack([median.to(device, non_blocking=True) for median in medians])
+            self._medians, self._copied = asked.to("cpu", non_blocking=True), None
+            if asked.is_cuda:
+                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._copied.record(torch.cuda.current_stream(asked.device))
         self._steps += 1
-        if self._asked is not None and (self._asked[1] is None or self._asked[1].query()):
-            for group, d in zip(opt.param_groups, self._asked[0].tolist(), strict=False):
+        if self._medians is not None and (self._copied is None or self._copied.query()):
+            for group, d in zip(opt.param_groups, self._medians.tolist(), strict=False):
                 if math.isfinite(d):
                     group["d"], group["effective_lr"] = d, d * float(group["lr"])
-            self._asked = None
-
-
-def _on_the_way(medians: list[Tensor]) -> tuple[Tensor, Any]:
-    """The numbers in the host's memory, and an event that says when; None: they are there."""
-    device = next((t.device for t in medians if t.is_cuda), None)
-    if device is None:
-        return torch.stack([t.cpu() for t in medians]), None
-    values = torch.stack([t.to(device, non_blocking=True) for t in medians])
-    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    there.copy_(values, non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return there, event
-
-
-def _measured(
-    opt: BlockOptimizer, group: dict[str, Any], summary: RateSummary
-) -> Iterator[tuple[str, Tensor]]:
-    """What is known of a group, still on its device."""
-    if any("b" in opt.state.get(p, {}) for p in group["params"]):
-        for key, value in summary._asdict().items():
-            yield f"rate_{key}", value
-    if counts := skips(opt, group):
-        yield "skipped", torch.stack([n.to(counts[0].device) for n in counts]).sum()
+            self._medians = None
 
 
 def unwrapped(opt: Any, owner: str = "rate_metrics") -> Any:
@@ -153,18 +132,24 @@ def unwrapped(opt: Any, owner: str = "rate_metrics") -> Any:
     return opt
 
 
+def wngrad_optimizer(owner: str, opt: Any, every: int) -> BlockOptimizer:
+    """The optimizer that a hook is to look at, once in so many steps, if it is one of wngrad's."""
+    opt = unwrapped(opt, owner)
+    if not isinstance(opt, BlockOptimizer):
+        raise TypeError(f"{owner}: `opt` must be one of wngrad's, got {type(opt).__name__}.")
+    if type(every) is not int or every < 1:
+        raise ValueError(f"{owner}: `every` must be an int >= 1, got {every!r}.")
+    return opt
+
+
 def _names(groups: list[dict[str, Any]]) -> list[str]:
     """Unique, and the same for as long as the run lasts, whatever groups are added."""
     names: list[str] = []
     for i, group in enumerate(groups):
-        name = _tidy(str(group.get("name", ""))) or f"group{i}"
+        # Only what every logger takes: ASCII letters, digits, _ - . and / between parts.
+        parts = re.sub(r"[^\w\-./]", "_", str(group.get("name", "")), flags=re.ASCII).split("/")
+        name = "/".join(part for part in parts if part not in ("", ".", "..")) or f"group{i}"
         while name in names:
             name = f"{name}-{i}"
         names.append(name)
     return names
-
-
-def _tidy(name: str) -> str:
-    """Only what every logger takes: ASCII letters, digits, _ - . and / between parts."""
-    parts = re.sub(r"[^\w\-./]", "_", name, flags=re.ASCII).split("/")
-    return "/".join(part for part in parts if part not in ("", ".", ".."))

@@ -7,12 +7,11 @@ with naming_the_extra("wngrad.optim", "torch"):
     from wngrad.optim.average import polynomial_average
     from wngrad.optim.backward import Released, step_in_backward
     from wngrad.optim.directions import Direction
-    from wngrad.optim.groups import NeuronGroups, neuron_groups
     from wngrad.optim.lipschitz import lipschitz_b_init
+    from wngrad.optim.modules import MatrixGroups, NeuronGroups, matrix_groups, neuron_groups
     from wngrad.optim.optimizer import BlockOptimizer
     from wngrad.optim.orthogonal import orthogonalize
     from wngrad.optim.report import RateSummary
-    from wngrad.optim.roles import MatrixGroups, matrix_groups
     from wngrad.optim.wnadam import WNAdam
     from wngrad.optim.wngrad import WNGrad
     from wngrad.optim.wnmuon import WNMuon

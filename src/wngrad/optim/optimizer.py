@@ -17,10 +17,8 @@ from wngrad.optim import (
     blocks,
     checkpoints,
     checks,
-    diagnosis,
     due,
     fused,
-    hints,
     inputs,
     report,
     scaling,
@@ -128,8 +126,8 @@ class BlockOptimizer(Optimizer):
         memo = None if torch.compiler.is_compiling() else engine.memo
         if memo is not None:
             engine.steps += 1
-            if engine.steps == hints.AFTER + 1:
-                hints.small_rate(self)
+            if engine.steps == report.WARN_AFTER + 1:
+                report.warn_of_small_rate(self)
         for name in self.other_names:
             for group in self.param_groups:
                 if name in group:
@@ -339,4 +337,4 @@ class BlockOptimizer(Optimizer):
         Args:
             losses: training losses in the order of the steps, oldest first; at least 20.
         """
-        return diagnosis.diagnose(self, losses)
+        return report.diagnose(self, losses)

@@ -10,7 +10,7 @@ from torch import Tensor
 from wngrad.optim import lists
 from wngrad.optim.blocks import Shape
 from wngrad.optim.directions import Buffers, Direction
-from wngrad.optim.matrices import Layout
+from wngrad.optim.modules import Layout
 from wngrad.optim.orthogonal import orthogonalize_all
 
 

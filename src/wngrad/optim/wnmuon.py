@@ -11,10 +11,9 @@ from typing_extensions import Unpack
 from wngrad.muon_numbers import VECTOR_SCALE
 from wngrad.optim import checks
 from wngrad.optim.directions import Adam, Direction, known_to_kernels
-from wngrad.optim.matrices import Layout, Role, by_shape
+from wngrad.optim.modules import Layout, Role, by_shape, matrix_groups
 from wngrad.optim.optimizer import BlockOptimizer
 from wngrad.optim.orthogonalized import Orthogonalized, OrthogonalizedRows
-from wngrad.optim.roles import matrix_groups
 
 
 def _role(owner: str, name: str, value: object) -> str | None:

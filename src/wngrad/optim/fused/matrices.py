@@ -18,7 +18,7 @@ from wngrad.optim import lists
 from wngrad.optim.fused import matrices_cuda
 from wngrad.optim.fused.method import Unit
 from wngrad.optim.fused.records import GROUP, number
-from wngrad.optim.matrices import Layout
+from wngrad.optim.modules import Layout
 from wngrad.optim.move import working
 from wngrad.optim.orthogonal import orthogonalize
 from wngrad.optim.orthogonalized import Orthogonalized, OrthogonalizedRows

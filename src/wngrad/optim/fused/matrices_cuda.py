@@ -25,7 +25,7 @@ from wngrad.optim.fused.products import (
 )
 from wngrad.optim.fused.records import DTYPES
 from wngrad.optim.fused.tables import Table
-from wngrad.optim.matrices import Layout
+from wngrad.optim.modules import Layout
 
 _NO_FLAGS = {"SCALE": False, "FOUND": False}
 _LARGEST = 2**30  # elements of a parameter: kernels count them in 32 bits, padding included

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wngrad.optim import sharded
 from wngrad.optim.directions import Buffers
-from wngrad.optim.matrices import Layout
+from wngrad.optim.modules import Layout
 from wngrad.optim.orthogonal import orthogonalize_all
 from wngrad.optim.orthogonal_sharded.gram import by_gram, scaled
 from wngrad.optim.orthogonal_sharded.owners import Exchange

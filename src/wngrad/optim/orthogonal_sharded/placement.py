@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wngrad.optim import sharded
 from wngrad.optim.blocks import Shape
-from wngrad.optim.matrices import Layout
+from wngrad.optim.modules import Layout
 
 _MATRICES, ROWS, COLUMNS = 0, 1, 2  # the dimensions of (how many, rows, columns)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from wngrad.lab.train.spec import Pack, Sweep
-from wngrad.optim.hints import SmallRateWarning
+from wngrad.optim.report import SmallRateWarning
 
 
 class Run(ABC):
