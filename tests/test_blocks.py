@@ -262,29 +262,6 @@ def test_the_groups_of_a_layer_have_names_of_their_own(layer):
     assert len(set(names)) == len(names) > 1
 
 
-@pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}, {"b_init": "gradient"}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", [WNGrad, WNAdam])
-def test_a_parameter_stepped_some_rows_at_a_time_is_stepped_as_ever(
-    make, dtype, options, monkeypatch
-):
-    start, twin = torch.randn(37, 5, dtype=torch.float64).to(dtype), []
-    for size in (2**20, 40):
-        monkeypatch.setattr("wngrad.optim.move.at_once", lambda device, dtype, size=size: size)
-        monkeypatch.setattr("wngrad.optim.move.SMALL", size)
-        p = nn.Parameter(start.clone())
-        opt = make([p], fused=False, **options)
-        for k in range(3):
-            p.grad = torch.cos(torch.arange(37 * 5.0) + k).view(37, 5).to(dtype)
-            p.grad[3] = 0
-            p.grad[8] = torch.nan if options.get("nonfinite") == "skip" else 1
-            opt.step()
-        twin.append((p.detach(), opt.state[p]))
-    (p, whole), (q, rows) = twin
-    assert torch.equal(p, q)
-    assert all(torch.equal(whole[key], rows[key]) for key in whole)
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"nonfinite": "skip"}, {"b_init": "gradient"}, {"hold_1d": True}], ids=str
 )

@@ -230,30 +230,6 @@ def train_one_batch(model, opt, steps):
         opt.step()
 
 
-@pytest.mark.parametrize("make", [WNGrad, WNAdam])
-def test_large_tensors_are_cut_without_changing_the_result(make, monkeypatch):
-    """Working in chunks is for the cache: only the order of summation may differ."""
-    start = torch.randn(64, 33)
-    results = []
-    for size in (10, 100, 10**9):
-        monkeypatch.setattr("wngrad.optim.move.at_once", lambda device, dtype, size=size: size)
-        monkeypatch.setattr("wngrad.optim.move.SMALL", size)
-        draw = torch.Generator().manual_seed(0)
-        outcome = []
-        for per in ("neuron", "tensor", lambda p: (8, 3)):
-            p = nn.Parameter(start.clone())
-            opt = make([p], per=per, weight_decay=0.1, nonfinite="skip", fused=False)
-            for _ in range(3):
-                p.grad = torch.randn(64, 33, generator=draw)
-                opt.step()
-            outcome.append((p.detach().clone(), opt.state[p]["b"]))
-        results.append(outcome)
-    for outcome in results[1:]:
-        for (x, b), (y, c) in zip(outcome, results[0], strict=True):
-            torch.testing.assert_close(b, c, rtol=1e-6, atol=0)
-            torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
-
-
 def test_a_compiled_step_takes_sparse_gradients():
     torch._dynamo.reset()
     a, b = (nn.Embedding(6, 3, sparse=True) for _ in range(2))

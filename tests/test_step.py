@@ -87,9 +87,9 @@ class Halved(Direction):
 
     calls = 0
 
-    def advance(self, u, b, buffers):
+    def displace(self, batch):
         type(self).calls += 1
-        return [x / 2 for x in u]
+        return [x / 2 for x in batch.u], batch.rates
 
 
 def test_whoever_overrides_a_direction_is_stepped_with_it_and_by_no_kernel():
@@ -113,24 +113,22 @@ def test_whoever_overrides_a_direction_is_stepped_with_it_and_by_no_kernel():
         Half([one(2, 3)], fused=True)
 
 
-def test_a_direction_that_the_rule_measures_is_made_from_whole_parameters(monkeypatch):
+def test_a_direction_that_the_rule_measures_is_made_from_whole_parameters():
     """However large: rows of a matrix may depend on one another, as orthogonalized ones do."""
     shapes = []
 
     class Whole(Direction):
-        def propose(self, g, buffers, t):
-            shapes.extend(tuple(x.shape) for x in g)
-            return g, {}
+        def propose(self, batch):
+            shapes.extend(tuple(g.shape) for g in batch.g)
+            return batch.g
 
     class Own(WNGrad):
         def direction(self, group, p):
             return Whole()
 
-    monkeypatch.setattr("wngrad.optim.move.at_once", lambda device, dtype: 8)
-    monkeypatch.setattr("wngrad.optim.move.SMALL", 8)
     p, q = one(6, 5), one(6, 5)
     Own([p]).step()
-    WNGrad([q], fused=False).step()  # some rows at a time
+    WNGrad([q], fused=False).step()
     assert shapes == [(6, 5)]
     assert torch.equal(p, q)
 

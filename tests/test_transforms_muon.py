@@ -18,7 +18,7 @@ from torch import nn
 from conftest import jax_in_float64
 from wngrad import WNMuon
 from wngrad.optim import orthogonalize as orthogonalize_in_torch
-from wngrad.optim.start import norm as norm_in_torch
+from wngrad.optim.state import norm as norm_in_torch
 from wngrad.polynomials import LARGEST
 from wngrad.transforms import (
     MatrixAxes,

@@ -1,6 +1,7 @@
 """WNMuon against an independent account of it on NumPy, and the promises of its docstring."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -263,5 +264,7 @@ def test_adams_first_direction_is_the_sign_of_the_gradient(beta):
     """1 − βᵗ in float32 is off by 1.3e-5 at β = 0.999, by 1.4e-3 at 0.99999."""
     g = torch.tensor([3.0, -0.1])
     zeros = {"m": [torch.zeros(2)], "rms": [torch.zeros(2)]}
-    (u,), _ = Adam(1.0, beta).propose([g], zeros, [torch.zeros(())])
+    (u,) = Adam(1.0, beta).propose(
+        SimpleNamespace(g=[g], buffers=zeros, counts=lambda: [torch.zeros(())])
+    )
     torch.testing.assert_close(u, g.sign(), rtol=3e-6, atol=0)

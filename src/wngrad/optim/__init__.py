@@ -12,6 +12,7 @@ with naming_the_extra("wngrad.optim", "torch"):
     from wngrad.optim.optimizer import BlockOptimizer
     from wngrad.optim.orthogonal import orthogonalize
     from wngrad.optim.report import RateSummary
+    from wngrad.optim.settings import Settings, setting, table
     from wngrad.optim.wnadam import WNAdam
     from wngrad.optim.wngrad import WNGrad
     from wngrad.optim.wnmuon import WNMuon
@@ -23,6 +24,7 @@ __all__ = [
     "NeuronGroups",
     "RateSummary",
     "Released",
+    "Settings",
     "WNAdam",
     "WNGrad",
     "WNMuon",
@@ -32,5 +34,7 @@ __all__ = [
     "neuron_groups",
     "orthogonalize",
     "polynomial_average",
+    "setting",
     "step_in_backward",
+    "table",
 ]

@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from wngrad.optim import sharded
 from wngrad.optim.optimizer import BlockOptimizer
 from wngrad.optim.orthogonal_sharded import is_cut
-from wngrad.optim.state import Group, shape_of
+from wngrad.optim.settings import Group
+from wngrad.optim.state import shape_of
 
 _OWNER = "step_in_backward"
 _OF_A_PART = {"_fused_engine", "_single_parts", "param_groups", "state"}  # its own, not the whole's

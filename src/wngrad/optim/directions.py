@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -26,7 +26,7 @@ from wngrad import rule
 from wngrad.muon_numbers import BETA2
 from wngrad.optim import blocks, decays, lists
 from wngrad.optim.decays import Decay
-from wngrad.optim.matrices import Layout
+from wngrad.optim.modules import Layout
 from wngrad.optim.orthogonal import orthogonalize_all
 
 if TYPE_CHECKING:
@@ -120,8 +120,7 @@ class Adam(Direction):
         pairs = zip(batch.buffers["rms"], batch.g, strict=True)
         rms = [torch.hypot(old * r, new * g) for r, g in pairs]  # v ← β₂·v + (1−β₂)·g²
         batch.new = {"m": m, "rms": rms}
-        counts = [step.t for step in batch.steps]
-        return [self._ratio(*parts) for parts in zip(m, rms, counts, strict=True)]
+        return [self._ratio(*parts) for parts in zip(m, rms, batch.counts(), strict=True)]
 
     def _ratio(self, m: Tensor, rms: Tensor, t: Tensor) -> Tensor:
         t = t.to(blocks.accumulator(t.device)) + 1
@@ -145,7 +144,7 @@ class Orthogonalized(Direction):
 
     mu: float
     layout: Layout
-    decay: Decay | None = decays.by_rate  # type: ignore[misc]  # one for each, unlike above
+    decay: Decay | None = field(default=decays.by_rate, kw_only=True)  # type: ignore[misc]
     rows_apart: bool = False
     buffers: ClassVar[tuple[str, ...]] = ("m",)
     touches_all: ClassVar[bool] = True
@@ -153,13 +152,13 @@ class Orthogonalized(Direction):
     rate_in_rule: ClassVar[bool] = False
 
     def propose(self, batch: Batch) -> list[Tensor]:
-        ahead = batch.whole(self.look_ahead(batch))
+        ahead = self.look_ahead(batch)
         stacks = orthogonalize_all([self.layout.matrices(matrix) for matrix in ahead])
         pairs = zip(stacks, ahead, strict=True)
         u = [self.layout.scale(a.shape) * self.layout.restore(s, a) for s, a in pairs]
         if self.rows_apart:
-            u = [x * self.moving_rows(g) for x, g in zip(u, batch.whole(batch.g), strict=True)]
-        return batch.as_views(u)
+            u = [x * self.moving_rows(g) for x, g in zip(u, batch.g, strict=True)]
+        return u
 
     def look_ahead(self, batch: Batch) -> list[Tensor]:
         """μ·m + (1−μ)·g, which is to be orthogonalized: entry by entry."""
@@ -180,19 +179,18 @@ class Orthogonalized(Direction):
 GRADIENT = Direction()
 
 
-def known_to_kernels(setting: str, *others: str) -> Callable[[_Method], _Method]:
+def known_to_kernels(momentum: str) -> Callable[[_Method], _Method]:
     """Marks an optimizer's `direction` method as one that the fused kernels stand in for.
 
     A subclass that overrides the method loses the mark, and with it the kernels: what it returns
     then is what is stepped with.
 
     Args:
-        setting: the group's setting that holds μ or β.
-        others: settings of the group that the kind of direction depends on.
+        momentum: the name of the setting that holds μ or β.
     """
 
     def mark(method: _Method) -> _Method:
-        method.kernel_settings = (setting, *others)  # type: ignore[attr-defined]
+        method.momentum_setting = momentum  # type: ignore[attr-defined]
         return method
 
     return mark

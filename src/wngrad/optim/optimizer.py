@@ -15,52 +15,41 @@ from torch.optim.optimizer import ParamsT
 from wngrad.optim import (
     average,
     blocks,
-    checkpoints,
     checks,
-    due,
     fused,
-    inputs,
     report,
     scaling,
+    settings,
     sharded,
     state,
+    step,
 )
-from wngrad.optim.checks import Settings
 from wngrad.optim.directions import Direction
-from wngrad.optim.state import Group, shape_of
-from wngrad.optim.step import plain_step
+from wngrad.optim.settings import Group, Settings
 
 
 class BlockOptimizer(Optimizer):
     """An optimizer with one learning rate, λ/b, for every block of entries.
 
-    A subclass says what its `direction` is, and which settings it adds; `docs/new-optimizer.md`
-    writes one.
+    A subclass says what its `direction` is, and in `Settings` which settings it adds;
+    `docs/new-optimizer.md` writes one.
     """
 
-    own_settings: ClassVar[checks.Own] = ()  # the settings it adds, each with its check
-    other_defaults: ClassVar[checks.Options] = {}  # where they are not those of `checks.DEFAULTS`
-
-    # Settings that may also be set under another name, such as that of earlier releases.
-    other_names: ClassVar[dict[str, str]] = {}
-
-    # Buffers of earlier releases, and how they become today's velocity.
-    earlier_state: ClassVar[checkpoints.Readings] = {}
+    Settings: ClassVar[type[settings.Settings]] = settings.Settings
 
     # Lets GradScaler hand `grad_scale` and `found_inf` to the step instead of synchronizing.
     _step_supports_amp_scaling = True
     _swapped = False  # within `averaged`
 
-    def __init__(self, params: ParamsT, settings: dict[str, Any]) -> None:
-        own = [name for name, _ in self.own_settings]
-        for name in settings.keys() - {"lr", "foreach", *own, *checks.DEFAULTS}:
-            checks.refuse_argument(self._owner, name, settings[name])
-        every = {**checks.DEFAULTS, **self.other_defaults, **settings}
-        checks.defaults(self._owner, every, self.own_settings)
-        inputs.iterable(self._owner, params)
+    def __init__(self, params: ParamsT, given: dict[str, Any]) -> None:
+        defaults = self.Settings.defaults
+        for name in given.keys() - {"lr", "foreach", *defaults}:
+            settings.refuse_argument(self._owner, name, given[name])
+        every = {**defaults, **given}
+        settings.check_defaults(self._owner, self.Settings, every)
+        checks.iterable(self._owner, params)
         self._fused_engine = fused.Engine()
-        order = ("lr", *own, *checks.DEFAULTS)
-        super().__init__(params, {name: every[name] for name in order})
+        super().__init__(params, {name: every[name] for name in ("lr", *defaults)})
 
     def __init_subclass__(cls, **more: Any) -> None:
         """Let `help` and `inspect.signature` show every setting, as if it were written out."""
@@ -68,10 +57,9 @@ class BlockOptimizer(Optimizer):
         signature = inspect.signature(cls.__init__)
         named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         if len(named) < len(signature.parameters):
-            defaults = {**checks.DEFAULTS, **cls.other_defaults, "foreach": None}
             shared = [
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-                for name, default in defaults.items()
+                for name, default in {**cls.Settings.defaults, "foreach": None}.items()
                 if name not in signature.parameters
             ]
             cls.__signature__ = signature.replace(parameters=[*named[1:], *shared])  # type: ignore[attr-defined]
@@ -121,59 +109,57 @@ class BlockOptimizer(Optimizer):
 
     def _take(self) -> None:
         """The step itself, with the gradients there are."""
-        engine, owner, own = self._engine, self._owner, self.own_settings
         self._refuse_within_averaged()
-        memo = None if torch.compiler.is_compiling() else engine.memo
-        if memo is not None:
+        engine = None if torch.compiler.is_compiling() else self._engine
+        memo = None if engine is None else engine.memo
+        if engine is not None:
             engine.steps += 1
             if engine.steps == report.WARN_AFTER + 1:
                 report.warn_of_small_rate(self)
-        for name in self.other_names:
-            for group in self.param_groups:
-                if name in group:
-                    self._rename(group)
-        settings = [checks.settings(owner, group, own, memo) for group in self.param_groups]
+        now = []
         for group in self.param_groups:
-            checks.rate_now(owner, group["lr"])
-        if memo is not None and engine.repeat(self, settings):
+            settings.rename(self._owner, self.Settings, group)
+            now.append(settings.read(self._owner, self.Settings, group, memo))
+            checks.rate_now(self._owner, group["lr"])
+        if engine is not None and engine.repeat(self, now):
             return
-        with torch.set_grad_enabled(any(each.differentiable for each in settings)):
-            params = due.parameters(self, settings)
+        with torch.set_grad_enabled(any(each.differentiable for each in now)):
+            steps = step.collect(self, now)
             # A trace would lose new state, and cannot see sparse gradients.
-            if any(each.lacks_state or cast(Tensor, each.p.grad).is_sparse for each in params):
-                self._eager_update(params, settings)
+            if any(s.lacks_state or cast(Tensor, s.param.grad).is_sparse for s in steps):
+                self._eager_update(steps, now)
             else:
-                self._update(params, settings)
+                self._update(steps, now)
+
+    def _update(self, steps: list[step.Step], now: list[Settings]) -> None:
+        """Propose, rule, move: by kernels where they can, and plainly where not."""
+        units = step.units(self, steps)
+        if not torch.compiler.is_compiling():
+            units, launch = self._engine.take(self, now, units)
+        batches = step.propose(units)
+        step.rule(self._owner, units, batches)
+        if not torch.compiler.is_compiling():
+            launch()
+        step.move(batches)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _eager_update(self, steps: list[step.Step], now: list[Settings]) -> None:
+        """An update outside any trace; takes back the state it made if it fails."""
+        before = {s.param: dict(self.state[s.param]) for s in steps if s.param in self.state}
+        try:
+            for s in steps:
+                group = self.param_groups[s.group]
+                state.make(group, s.param, self.state[s.param], s.shapes, s.direction)
+            self._update(steps, now)
+        except BaseException:
+            for s in steps:
+                self.state.pop(s.param, None)
+            self.state.update(before)
+            raise
 
     def _refuse_within_averaged(self) -> None:
         if self._swapped:
             raise RuntimeError(f"{self._owner}: `step` must not be taken within `averaged`.")
-
-    def _update(self, params: list[due.Due], settings: list[Settings]) -> None:
-        units = due.units(self, params)
-        if torch.compiler.is_compiling():
-            plain_step(self._owner, units)
-        else:
-            self._engine.step(self, settings, units)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _eager_update(self, params: list[due.Due], settings: list[Settings]) -> None:
-        """An update outside any trace; takes back the state it made if it fails."""
-        before = {
-            key: dict(its) if isinstance(its, dict) else its  # a user's own entries
-            for key, its in self.state.items()
-        }
-        try:
-            for each in params:
-                state.make(each.group, each.p, self.state[each.p], each.shapes, each.direction)
-            self._update(params, settings)
-        except BaseException:
-            self.state.clear()
-            self.state.update(before)
-            raise
-
-    def _settings(self, group: Group) -> Settings:
-        return checks.settings(self._owner, group, self.own_settings, {})
 
     # ---------------------------------------------------------------- groups and checkpoints
 
@@ -188,60 +174,45 @@ class BlockOptimizer(Optimizer):
             self._fused_engine = fused.Engine()
         return self._fused_engine
 
+    def _settings(self, group: Group) -> Settings:
+        return settings.read(self._owner, self.Settings, group, {})
+
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; its settings override the defaults and are checked first."""
-        params = inputs.listed(self._owner, param_group)
-        group = {**self.defaults, **self._rename(dict(param_group)), "params": params}
-        tensors = inputs.parameters(self._owner, params)
-        group |= checks.plain(self._owner, group, self.own_settings)
-        group["per"] = blocks.resolve(self._owner, group["per"], tensors)
-        shapes = [shape_of({**group, "params": tensors}, i) for i in range(len(tensors))]
-        for p, shape in zip(tensors, shapes, strict=True):
-            sharded.check(self._owner, p, shape)
-            checks.representable(self._owner, group["b_init"], state.b_dtype(p))
+        owner = self._owner
+        params = checks.listed(owner, param_group)
+        group = {**self.defaults, **param_group, "params": params}
+        settings.rename(owner, self.Settings, group)
+        tensors = checks.parameters(owner, params)
+        group |= settings.plain(owner, self.Settings, group)
+        group["per"] = blocks.resolve(owner, group["per"], tensors)
+        settings.fit(owner, group)
+        for i, p in enumerate(tensors):
+            sharded.check(owner, p, state.shape_of({**group, "params": tensors}, i))
+            checks.representable(owner, group["b_init"], state.b_dtype(p))
             if group["fused"] and not fused.is_quietly_plain(p):
-                self._insist_on_fused(p, self._settings(group))
-        if group["joint"]:
-            sharded.check_joint(self._owner, tensors, shapes)
-        self._rename(param_group).update(group)  # as with torch, it stays the same object
+                if (reason := fused.why_never(self, p, self._settings(group))) is not None:
+                    fused.refuse(owner, p, reason)
+        param_group.update(group)  # as with torch, it stays the same object
+        settings.rename(owner, self.Settings, param_group)
         super().add_param_group(param_group)
 
-    def _rename(self, group: Group) -> Group:
-        """Take over what was set under another name, checked under that."""
-        for name, own in self.other_names.items():
-            if name in group:
-                dict(self.own_settings)[own](self._owner, name, group[name])
-                group[own] = group.pop(name)
-        return group
-
-    def _insist_on_fused(self, p: Tensor, settings: Settings) -> None:
-        if (reason := fused.why_never(self, p, settings)) is not None:
-            fused.refuse(self._owner, p, reason)
-
     def __getstate__(self) -> dict[str, Any]:
-        its = super().__getstate__()
-        per = its["defaults"]["per"]
+        kept = super().__getstate__()
+        per = kept["defaults"]["per"]
         if callable(per):  # It is kept for groups that are added later, and may not be picklable.
             per = blocks.PortableCallable(per)
-        return {**its, "defaults": {**its["defaults"], "per": per}}
+        return {**kept, "defaults": {**kept["defaults"], "per": per}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if isinstance(per := self.defaults["per"], blocks.PortableCallable):
             self.defaults["per"] = per.function
         self._engine.forget()
-        self._rename(self.defaults)
-        for group in self.param_groups:  # from a release that did not have them all
-            self._rename(group)
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
-            group["b_init"] = checks.b_init(self._owner, "b_init", group["b_init"])
-            for p in (p for p in group["params"] if p in self.state):
-                self.state[p] = checkpoints.read(self.state[p], self.earlier_state, group["lr"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, bit for bit; refused if a shape does not fit."""
-        checkpoints.load(self, state_dict, super().load_state_dict)
+        state.load(self, state_dict, super().load_state_dict)
 
     # ------------------------------------------------------------ the average
 
@@ -304,8 +275,8 @@ class BlockOptimizer(Optimizer):
         Before the first step, those that never can; after a step, as it was taken. `print` shows
         a line for each.
         """
-        settings = [self._settings(group) for group in self.param_groups]
-        return fused.why_plain(self, settings, self._engine.reasons)
+        now = [self._settings(group) for group in self.param_groups]
+        return fused.why_plain(self, now, self._engine.reasons)
 
     def rates(self) -> dict[Tensor, Tensor]:
         """The effective rates λ/b of every parameter that has stepped, in the shape of its b.

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from wngrad.optim import checks, sharded
 from wngrad.optim.directions import Direction, Momentum, RunningMean
-from wngrad.optim.state import NORM, Group, holds, shares
+from wngrad.optim.settings import Group
+from wngrad.optim.state import NORM, holds, shares
 
 
 def is_capturing() -> bool:

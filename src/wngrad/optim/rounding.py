@@ -13,9 +13,9 @@ from torch import Tensor
 _MASK = 2**32 - 1
 
 
-def rounded(x: Tensor, t: Tensor, first: int) -> Tensor:
-    """float32 `x`, whose first element is number `first` of its parameter, as bfloat16."""
-    place = torch.arange(first, first + x.numel(), device=x.device).view(x.shape)
+def rounded(x: Tensor, t: Tensor) -> Tensor:
+    """float32 `x` as bfloat16, at step t."""
+    place = torch.arange(x.numel(), device=x.device).view(x.shape)
     u = (place * 0x9E3779B1 + t.long() * 0x85EBCA77) & _MASK
     u = ((u ^ (u >> 16)) * 0x7FEB352D) & _MASK
     u = ((u ^ (u >> 15)) * 0x846CA68B) & _MASK

@@ -59,11 +59,20 @@ def setting(
     return field(default=default, metadata=facts)
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(setting, field))
+def like(name: str, default: Any) -> Any:
+    """A row of the shared table with another default."""
+    (row,) = (row for row in fields(Settings) if row.name == name)
+    return field(default=default, metadata=row.metadata)
+
+
+@dataclass_transform(
+    frozen_default=True, field_specifiers=(setting, like, field), kw_only_default=True
+)
 def table(cls: _Table) -> _Table:
     """Make a class of fields a table, whose objects are the checked settings of a group."""
-    cls = dataclass(frozen=True, slots=True, eq=False)(cls)
-    rows = {row.name: row for row in fields(cls)}
+    cls = dataclass(frozen=True, slots=True, eq=False, kw_only=True)(cls)
+    shared = getattr(cls.__base__, "defaults", {})  # come after those that are added
+    rows = {row.name: row for row in sorted(fields(cls), key=lambda row: row.name in shared)}
     cls.defaults = {name: row.default for name, row in rows.items()}
     cls.checks = {name: row.metadata["check"] for name, row in rows.items()}
     cls.launch = {name: row.metadata["launch"] for name, row in rows.items()}
@@ -263,7 +272,7 @@ def fit(owner: str, group: Group) -> None:
 
 def _checked(owner: str, kind: type[Settings], values: tuple[Any, ...]) -> Settings:
     pairs = zip(kind.checks.items(), values, strict=True)
-    return kind(*[check(owner, name, value) for (name, check), value in pairs])
+    return kind(**{name: check(owner, name, value) for (name, check), value in pairs})
 
 
 _cached = lru_cache(maxsize=1024, typed=True)(_checked)

@@ -1,37 +1,41 @@
 """The state of a parameter: b, t, the direction's buffers and the count of skips.
 
 `b` and `skipped` have one entry per block, and so has WNAdam's `t`; WNGrad's `t` is one number, its
-count of steps, and `norm` another. Buffers have the parameter's shape and dtype.
+count of steps, and `norm` another. Buffers have the parameter's shape and dtype. A checkpoint is
+checked whole before anything changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from wngrad.optim import blocks, sharded, start
+from wngrad.muon_numbers import FRESH, LEAST
+from wngrad.optim import blocks, settings, sharded
 from wngrad.optim.directions import Direction
+from wngrad.optim.settings import Group
 
-Group = dict[str, Any]
+if TYPE_CHECKING:
+    from wngrad.optim.optimizer import BlockOptimizer
 
 # Kept in these types whatever the parameter's dtype; all other state has the parameter's own.
 PER_BLOCK = ("b", "t", "skipped")
 AVERAGE = "average"  # of the parameter, in float32 or wider
 NORM = "norm"  # of the parameter's neurons before its first step, where λ is in units of that
+_NOT_NEGATIVE = {"b", "t", "rms", "skipped", NORM}
 
 
 def shape_of(group: Group, i: int) -> blocks.Shape:
     """The shape of b for parameter `i`."""
     per = group["per"]
-    return (
-        tuple(per[i])
-        if isinstance(per, list)
-        else blocks.named_shape(group["params"][i].shape, per)
-    )
+    if isinstance(per, list):
+        return tuple(per[i])
+    return blocks.named_shape(group["params"][i].shape, per)
 
 
 def b_dtype(*params: Tensor) -> torch.dtype:
@@ -60,23 +64,23 @@ def wanted(group: Group, i: int, direction: Direction) -> dict[str, blocks.Shape
     if isinstance(per, list):
         per = tuple(per[i])
     made = _wanted if torch.compiler.is_compiling() else _cached
-    buffers = direction.buffers
+    names = direction.buffers
     if group["average"] is not None:
-        buffers = (*buffers, AVERAGE)
+        names = (*names, AVERAGE)
     skips, relative = group["nonfinite"] == "skip", bool(group.get("finetune"))
-    return made(shape, per, buffers, direction.counts_blocks, skips, relative)
+    return made(shape, per, names, direction.counts_blocks, skips, relative)
 
 
 def _wanted(
     shape: blocks.Shape,
     per: Any,
-    buffers: tuple[str, ...],
+    names: tuple[str, ...],
     counts_blocks: bool,
     skips: bool,
     relative: bool,
 ) -> dict[str, blocks.Shape]:
     b = per if isinstance(per, tuple) else blocks.named_shape(shape, per)
-    keys = {"b": b, "t": b if counts_blocks else (), **dict.fromkeys(buffers, tuple(shape))}
+    keys = {"b": b, "t": b if counts_blocks else (), **dict.fromkeys(names, tuple(shape))}
     keys |= {"skipped": b} if skips else {}
     return {**keys, NORM: ()} if relative else keys
 
@@ -87,28 +91,44 @@ _cached = lru_cache(maxsize=4096)(_wanted)
 def make(
     group: Group,
     p: Tensor,
-    state: dict[str, Tensor],
+    kept: dict[str, Tensor],
     keys: dict[str, blocks.Shape],
     direction: Direction,
 ) -> None:
     """Add what the state lacks."""
-    shape, dtype, one = keys["b"], _b_dtype_in(group, p), group["per"] == "model"
-    for key in keys.keys() - state.keys():
-        if key == "b":
-            # 0 stands for "not yet": the first gradient will set it.
-            first = 0.0 if isinstance(group["b_init"], (str, tuple)) else group["b_init"]
-            state[key] = sharded.filled(p, shape, first, dtype, one=one)
-        elif key == "t" and keys[key] == ():
-            state[key] = torch.zeros((), dtype=torch.float32, device=p.device)
+    shape, one = keys["b"], group["per"] == "model"
+    for key in [key for key in keys if key not in kept]:
+        if key == "t" and keys[key] == ():
+            kept[key] = torch.zeros((), dtype=torch.float32, device=p.device)
         elif key in PER_BLOCK:
-            kind = torch.int32 if key == "skipped" else dtype
-            state[key] = sharded.filled(p, shape, 0, kind, one=one)
+            # b = 0 stands for "not yet": the first gradient will set it.
+            start = group["b_init"] if key == "b" and isinstance(group["b_init"], float) else 0
+            kept[key] = sharded.filled(p, shape, start, dtype_of(group, key, p), one=one)
         elif key == NORM:
-            state[key] = start.norm(p, direction.neurons(p.shape))
+            kept[key] = norm(p, direction.neurons(p.shape))
         elif key == AVERAGE:
-            state[key] = p.detach().to(dtype_of(group, key, p), copy=True)
+            kept[key] = p.detach().to(dtype_of(group, key, p), copy=True)
         else:
-            state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            kept[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+
+@torch.no_grad()
+def norm(p: Tensor, neurons: int) -> Tensor:
+    """√(‖p‖²/neurons), at least 0.1, or 1/√3 where that is 0; over all ranks of a shard.
+
+    Weights that were trained before are changed in proportion to it. What starts at zero, such as
+    B of LoRA, has none; it takes that of a neuron as torch starts it. What is nearly zero must not
+    be stuck there.
+    """
+    part = sharded.local(p.detach())
+    wide = blocks.accumulator(part.device)
+    values = torch.view_as_real(part) if part.is_complex() else part
+    total: Tensor = torch.linalg.vector_norm(values, dtype=wide).square()
+    if sharded.is_sharded(p):
+        dims = [dim for dim, _ in sharded.cut_by(p)]
+        total = sharded.sum_over_ranks(total, sharded.groups(p, dims))
+    mean = (total / max(1, neurons)).sqrt()
+    return torch.where(mean == 0, FRESH, mean.clamp(min=LEAST)).to(torch.float32)
 
 
 def dtype_of(group: Group, key: str, p: Tensor, value: Tensor | None = None) -> torch.dtype:
@@ -126,47 +146,129 @@ def dtype_of(group: Group, key: str, p: Tensor, value: Tensor | None = None) -> 
     return torch.promote_types(p.dtype, torch.float32) if key == AVERAGE else p.dtype
 
 
-def check_values(
-    owner: str, p: Tensor, state: dict[str, Any], keys: Iterable[str], nonfinite: str
-) -> None:
-    """Refuse a checkpoint's state that is no tensor, and a b that no step leaves.
-
-    Waits for devices. 0 stands for a block that has no b yet. A NaN is what "propagate" leaves of
-    a block that has diverged, and shows in the parameters; under the others none can be.
-    """
-    for key in (key for key in keys if key in state):
-        value, kind = state[key], "a real tensor" if key in PER_BLOCK else "a tensor"
-        tensor = isinstance(value, Tensor)
-        odd = tensor and key in PER_BLOCK and (value.is_complex() or value.dtype == torch.bool)
-        if odd or not tensor:
-            raise ValueError(
-                f"{owner}: `state_dict` must hold `{key}` as {kind}, got "
-                f"{value.dtype if tensor else type(value).__name__} for a parameter of shape "
-                f"{tuple(p.shape)}."
-            )
-    if "b" not in state or (b := sharded.local(state["b"])).is_meta:
-        return
-    bad = (b < 0) | b.isinf() | (b.isnan() & (nonfinite != "propagate"))
-    if bool(bad.any()):
-        raise ValueError(
-            f"{owner}: `state_dict` must hold `b` >= 0 and finite (0 before a block's first), got "
-            f"{b[bad][0].item()} for a parameter of shape {tuple(p.shape)}."
-        )
-
-
 def check(
-    owner: str, what: str, p: Tensor, state: dict[str, Any], keys: dict[str, blocks.Shape]
+    owner: str, what: str, p: Tensor, kept: dict[str, Any], keys: dict[str, blocks.Shape]
 ) -> None:
     """Refuse state that does not fit its parameter."""
     for key, shape in keys.items():
-        if key in state and state[key].shape != shape:
+        if key in kept and kept[key].shape != shape:
             raise ValueError(
                 f"{owner}: {what} must fit the parameters, got `{key}` of shape "
-                f"{tuple(state[key].shape)} instead of {shape} for a parameter of shape "
+                f"{tuple(kept[key].shape)} instead of {shape} for a parameter of shape "
                 f"{tuple(p.shape)}."
             )
-    if state and "b" not in state:
+    if kept and "b" not in kept:
         raise ValueError(
             f"{owner}: {what} must hold `b` for every parameter that has stepped, got "
-            f"{sorted(state)} for a parameter of shape {tuple(p.shape)}."
+            f"{sorted(kept)} for a parameter of shape {tuple(p.shape)}."
         )
+
+
+# ----------------------------------------------------------------------------- checkpoints
+
+
+def load(
+    opt: BlockOptimizer, given: dict[str, Any], load_as_torch: Callable[[dict[str, Any]], None]
+) -> None:
+    """Load a `state_dict` bit for bit; refused, before anything changes, if it does not fit."""
+    loaded: dict[str, Any] = {}
+
+    def checked(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        loaded.update(_checked(opt, state_dict))
+        return loaded
+
+    def widen(_: Optimizer) -> None:
+        # torch casts all state to its parameter's dtype, where b, t and the counts are wider
+        # on purpose, and keeps what needs no cast, which would tie two optimizers together.
+        for group, saved in zip(opt.param_groups, loaded["param_groups"], strict=True):
+            for p, key in zip(group["params"], saved["params"], strict=True):
+                for name, value in loaded["state"].get(key, {}).items():
+                    if isinstance(value, Tensor):
+                        dtype = dtype_of(group, name, p, value)
+                        opt.state[p][name] = value.detach().to(p.device, dtype, copy=True)
+
+    # Our check runs after the user's hooks of its kind, our cast before them.
+    hooks = [
+        opt.register_load_state_dict_pre_hook(checked),
+        opt.register_load_state_dict_post_hook(widen, prepend=True),
+    ]
+    try:
+        load_as_torch(given)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _checked(opt: BlockOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The same with its settings checked, and in the place of some of them the optimizer's own.
+
+    Those are for the machine or the model to say, not for the checkpoint, and so are shapes of b,
+    which are in the order of our parameters, not the file's.
+    """
+    owner, kind = type(opt).__name__, type(opt).Settings
+    pairs = list(zip(opt.param_groups, state_dict["param_groups"], strict=False))
+    if [len(g["params"]) for g in opt.param_groups] != [
+        len(saved["params"]) for saved in state_dict["param_groups"]
+    ]:
+        return state_dict  # torch says so
+    groups = []
+    for group, saved in pairs:
+        merged = {**group, **saved, "params": group["params"]}
+        settings.rename(owner, kind, merged)
+        merged |= settings.plain(owner, kind, merged)
+        merged |= {name: group[name] for name in kind.unloaded}
+        if isinstance(group["per"], list):
+            merged["per"] = group["per"]
+        settings.read(owner, kind, merged, {})
+        for i, key in enumerate(saved["params"]):
+            p, values = group["params"][i], state_dict["state"].get(key, {})
+            keys = wanted(merged, i, opt.direction(merged, p))
+            _check_values(owner, p, values, keys, merged["nonfinite"], opt.state.get(p, {}))
+            check(owner, "`state_dict`", p, values, keys)
+        groups.append({**merged, "params": saved["params"]})
+    return {**state_dict, "param_groups": groups}
+
+
+def _check_values(
+    owner: str,
+    p: Tensor,
+    values: dict[str, Any],
+    keys: Iterable[str],
+    nonfinite: str,
+    present: dict[str, Any],
+) -> None:
+    """Refuse a checkpoint's state that is no tensor of its kind, and numbers that no step leaves.
+
+    Waits for devices. 0 stands for a block that has no b yet. A NaN is what "propagate" leaves of
+    a block that has diverged, and shows in the parameters; under the others none can be, unless
+    the optimizer has it already.
+    """
+    for key in (key for key in keys if key in values):
+        value = values[key]
+        if value is present.get(key):
+            continue
+        real = key in PER_BLOCK or not p.is_complex()
+        tensor = isinstance(value, Tensor)
+        if not tensor or value.dtype == torch.bool or (real and value.is_complex()):
+            raise ValueError(
+                f"{owner}: `state_dict` must hold `{key}` as {'a real tensor' if real else 'a tensor'}, got "
+                f"{value.dtype if tensor else type(value).__name__} for a parameter of shape "
+                f"{tuple(p.shape)}."
+            )
+        numbers = sharded.local(value)
+        if numbers.is_meta:
+            continue
+        bad = torch.zeros_like(numbers, dtype=torch.bool)
+        if key in _NOT_NEGATIVE:
+            bad |= numbers < 0
+        if nonfinite != "propagate" or key in PER_BLOCK:
+            bad |= numbers.isinf()
+        if nonfinite != "propagate" or key == "t":
+            bad |= numbers.isnan()
+        if bool(bad.any()):
+            least = ">= 0 and finite" if key in _NOT_NEGATIVE else "finite"
+            note = " (0 before a block's first)" if key == "b" else ""
+            raise ValueError(
+                f"{owner}: `state_dict` must hold `{key}` {least}{note}, got "
+                f"{numbers[bad][0].item()} for a parameter of shape {tuple(p.shape)}."
+            )

@@ -8,9 +8,17 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from wngrad.optim import checkpoints, checks
+from wngrad.optim import checks
 from wngrad.optim.directions import Direction, RunningMean, known_to_kernels
 from wngrad.optim.optimizer import BlockOptimizer
+from wngrad.optim.settings import Options, Settings, setting, table
+
+
+@table
+class MeanSettings(Settings):
+    """What WNAdam adds."""
+
+    momentum: float = setting(0.9, checks.fraction, "β of the mean", launch=bool, also="beta")
 
 
 class WNAdam(BlockOptimizer):
@@ -37,9 +45,7 @@ class WNAdam(BlockOptimizer):
         >>> opt.step()
     """
 
-    own_settings: ClassVar[checks.Own] = (("momentum", checks.fraction),)
-    earlier_state: ClassVar[checkpoints.Readings] = {"m": checkpoints.mean_without_rate}
-    other_names: ClassVar[dict[str, str]] = {"beta": "momentum"}
+    Settings: ClassVar = MeanSettings
 
     def __init__(
         self,
@@ -48,7 +54,7 @@ class WNAdam(BlockOptimizer):
         *,
         beta: float = 0.9,
         momentum: float | None = None,
-        **settings: Unpack[checks.Options],
+        **settings: Unpack[Options],
     ) -> None:
         checks.fraction(type(self).__name__, "beta", beta)
         if momentum is not None and beta not in (0.9, momentum):  # 0.9: not given
@@ -56,8 +62,8 @@ class WNAdam(BlockOptimizer):
                 f"{type(self).__name__}: `momentum` must be `beta`, of which it is another name, "
                 f"got {momentum!r} and {beta!r}."
             )
-        its = {"momentum": beta if momentum is None else momentum}
-        super().__init__(params, {"lr": lr, **its, **settings})
+        mean = {"momentum": beta if momentum is None else momentum}
+        super().__init__(params, {"lr": lr, **mean, **settings})
 
     @known_to_kernels("momentum")
     def direction(self, group: dict[str, Any], p: Tensor) -> Direction:

@@ -8,9 +8,23 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from wngrad.optim import checkpoints, checks
+from wngrad.optim import checks
 from wngrad.optim.directions import GRADIENT, Direction, Momentum, known_to_kernels
 from wngrad.optim.optimizer import BlockOptimizer
+from wngrad.optim.settings import Options, Settings, setting, table
+
+
+@table
+class MomentumSettings(Settings):
+    """What WNGrad adds."""
+
+    momentum: float = setting(0.0, checks.fraction, "μ of v ← μ·v + λ g/b_j", launch=bool)
+
+
+class MomentumOptions(Options, total=False):
+    """The types of WNGrad's settings."""
+
+    momentum: float
 
 
 class WNGrad(BlockOptimizer):
@@ -68,20 +82,12 @@ class WNGrad(BlockOptimizer):
         sequence of steps; the introduction's Eq. 5 differs and is not used.
     """
 
-    own_settings: ClassVar[checks.Own] = (("momentum", checks.fraction),)
-    earlier_state: ClassVar[checkpoints.Readings] = {
-        "momentum_buffer": checkpoints.sum_without_rate
-    }
+    Settings: ClassVar = MomentumSettings
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1.0,
-        *,
-        momentum: float = 0.0,
-        **settings: Unpack[checks.Options],
+        self, params: ParamsT, lr: float | Tensor = 1.0, **settings: Unpack[MomentumOptions]
     ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, **settings})
+        super().__init__(params, {"lr": lr, **settings})
 
     @known_to_kernels("momentum")
     def direction(self, group: dict[str, Any], p: Tensor) -> Direction:

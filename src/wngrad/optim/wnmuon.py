@@ -10,19 +10,13 @@ from typing_extensions import Unpack
 
 from wngrad.muon_numbers import VECTOR_SCALE
 from wngrad.optim import checks
-from wngrad.optim.directions import Adam, Direction, known_to_kernels
+from wngrad.optim.directions import Adam, Direction, Orthogonalized, known_to_kernels
 from wngrad.optim.modules import Layout, Role, by_shape, matrix_groups
 from wngrad.optim.optimizer import BlockOptimizer
-from wngrad.optim.orthogonalized import Orthogonalized, OrthogonalizedRows
+from wngrad.optim.settings import Options, Settings, like, setting, table
 
 
-def _role(owner: str, name: str, value: object) -> str | None:
-    return None if value is None else checks.one_of(owner, name, value, get_args(Role))
-
-
-def _layout(owner: str, name: str, value: object) -> tuple[str, int] | None:
-    if value is None:
-        return None
+def _layout(owner: str, name: str, value: object) -> tuple[str, int]:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ValueError(f"{owner}: `{name}` must be a pair (kind, pieces), got {value!r}.")
     layout = Layout(*cast(Any, value))
@@ -34,6 +28,32 @@ def _layout_of(group: dict[str, Any], p: Tensor) -> Layout | None:
     if group["role"] == "vector":
         return None
     return Layout(*group["layout"]) if group["layout"] else by_shape(p)
+
+
+@table
+class MuonSettings(Settings):
+    """What WNMuon adds, and where its defaults are others."""
+
+    momentum: float = setting(0.9, checks.fraction, "μ, and β₁ of the vectors", launch=bool)
+    role: str | None = setting(
+        None, checks.or_none(checks.choice(get_args(Role))), "what a group holds", loaded=False
+    )
+    layout: tuple[str, int] | None = setting(
+        None, checks.or_none(_layout), "how its matrices lie", loaded=False
+    )
+    finetune: bool = setting(False, checks.flag, "ρ is in units of each parameter's own norm")
+
+    b_init: float | tuple[str, float] = like("b_init", 10.0)
+    average: float | None = like("average", 8.0)
+    weight_decay: float = like("weight_decay", 0.1)
+    decoupled_weight_decay: bool = like("decoupled_weight_decay", True)
+
+
+class MuonOptions(Options, total=False):
+    """The types of WNMuon's settings."""
+
+    momentum: float
+    finetune: bool
 
 
 class WNMuon(BlockOptimizer):
@@ -86,34 +106,19 @@ class WNMuon(BlockOptimizer):
         see docs/nothing-to-tune.md. For `finetune` and rivals, see docs/fine-tuning.md.
     """
 
-    own_settings: ClassVar[checks.Own] = (
-        ("momentum", checks.fraction),
-        ("role", _role),
-        ("layout", _layout),
-        ("finetune", checks.flag),
-    )
-    other_defaults: ClassVar[checks.Options] = {
-        "b_init": 10.0,
-        "average": 8.0,
-        "weight_decay": 0.1,
-        "decoupled_weight_decay": True,
-    }
+    Settings: ClassVar = MuonSettings
 
     def __init__(
         self,
         params: ParamsT | nn.Module,
         lr: float | Tensor = 0.3,
-        *,
-        momentum: float = 0.9,
-        finetune: bool = False,
-        **settings: Unpack[checks.Options],
+        **settings: Unpack[MuonOptions],
     ) -> None:
         if isinstance(params, nn.Module):
             params = matrix_groups(params)
             for group in params if "per" in settings else ():
                 del group["per"]
-        own = {"lr": lr, "momentum": momentum, "role": None, "layout": None, "finetune": finetune}
-        super().__init__(params, {**own, **settings})
+        super().__init__(params, {"lr": lr, **settings})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; "neuron" means the rows of its layout."""
@@ -129,11 +134,12 @@ class WNMuon(BlockOptimizer):
                 for p, layout in pairs
             ]
 
-    @known_to_kernels("momentum", "role", "layout")
+    @known_to_kernels("momentum")
     def direction(self, group: dict[str, Any], p: Tensor) -> Direction:
         """Orthogonalized momentum for matrices, Adam's direction for vectors."""
         layout, mu = _layout_of(group, p), group["momentum"]
         if layout is None:
             return Adam(VECTOR_SCALE, mu)
-        rows_apart = group["role"] == "embedding"
-        return (OrthogonalizedRows if rows_apart else Orthogonalized)(mu, layout)
+        if group["role"] == "embedding":
+            return Orthogonalized(mu, layout, decay=None, rows_apart=True)
+        return Orthogonalized(mu, layout)

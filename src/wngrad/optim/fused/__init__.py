@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from wngrad.optim.checks import Settings
 from wngrad.optim.fused.eligibility import Stepper, is_quietly_plain, refuse, why_never
 from wngrad.optim.fused.engine import Engine
+from wngrad.optim.settings import Settings
 
 __all__ = ["Engine", "Reasons", "is_quietly_plain", "refuse", "why_never", "why_plain"]
 

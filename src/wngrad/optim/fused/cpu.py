@@ -19,8 +19,9 @@ from torch import Tensor
 
 from wngrad.optim.fused import library, records
 from wngrad.optim.fused.layout import RowLayout, layout
-from wngrad.optim.fused.method import Method, Unit
+from wngrad.optim.fused.method import Method, places
 from wngrad.optim.fused.records import Refused, address
+from wngrad.optim.step import Unit
 
 DTYPES = (torch.float32, torch.bfloat16)
 PIECE = 2**16  # elements of an item of work, and of a piece of a row twice as long or longer
@@ -47,8 +48,8 @@ class Launch:
     ) -> None:
         self.method = method
         self._index, self._given, self._call = index, given, _function()
-        self._owners = [id(unit.shared.members[0].param) for unit in units]
-        layouts = [[layout(view) for view in unit.shared.members] for unit in units]
+        self._owners = [id(unit[0].param) for unit in units]
+        layouts = [[layout(view) for view in unit] for unit in units]
         work = _work(layouts)
         self._elements = sum(size.rows * size.length for sizes in layouts for size in sizes)
         self._words = np.zeros(
@@ -111,12 +112,12 @@ def _tables(units: list[Unit], layouts: list[list[RowLayout]]) -> list[Any]:
     shared: list[tuple[int, ...]] = []
     absent: list[int] = []
     for unit, sizes in zip(units, layouts, strict=True):
-        members, others = unit.shared.members, unit.shared.members_without_gradient
-        shared.append((len(parameters), len(members), len(absent), len(others)))
+        others = unit[0].absent
+        shared.append((len(parameters), len(unit), len(absent), len(others)))
         absent += [b.data_ptr() for b in others]
-        for view, size in zip(members, sizes, strict=True):
-            rest = (size.length, unit.group, int(unit.shared.hold), int(size.dense))
-            parameters.append((*unit.places(view), *rest, *size.words()))
+        for view, size in zip(unit, sizes, strict=True):
+            rest = (size.length, view.group, int(view.holds), int(size.dense))
+            parameters.append((*places(view), *rest, *size.words()))
     return [
         records.table(records.C_PARAMETER, parameters),
         records.table(records.C_SHARED, shared),

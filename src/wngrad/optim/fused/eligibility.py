@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from wngrad.optim import memory, sharded
-from wngrad.optim.checks import Settings
-from wngrad.optim.directions import Direction
+from wngrad.optim.directions import Direction, Orthogonalized
 from wngrad.optim.fused import cpu, matrices
 from wngrad.optim.fused.layout import fits
-from wngrad.optim.fused.method import runs_native
+from wngrad.optim.fused.method import decay, runs_native
 from wngrad.optim.fused.records import DTYPES, RULES
 from wngrad.optim.fused.snapshot import UNKNOWN_KIND, rate
-from wngrad.optim.orthogonalized import Orthogonalized
+from wngrad.optim.settings import Settings
 from wngrad.optim.state import AVERAGE
-from wngrad.optim.views import SharedBlocks, View
+from wngrad.optim.step import Step, Unit, alone
 
 
 class Stepper(Protocol):
@@ -31,9 +30,9 @@ class Stepper(Protocol):
     def direction(self, group: dict[str, Any], p: Tensor) -> Direction: ...
 
 
-def kernel_settings(optimizer: Stepper) -> tuple[str, ...] | None:
-    """The settings a direction is made from, μ or β first; None if no kernel knows any."""
-    return getattr(type(optimizer).direction, "kernel_settings", None)
+def momentum_setting(optimizer: Stepper) -> str | None:
+    """The setting that holds the directions' μ or β; None if no kernel knows any of them."""
+    return getattr(type(optimizer).direction, "momentum_setting", None)
 
 
 @cache
@@ -57,7 +56,7 @@ def is_possible(optimizer: Stepper, settings: list[Settings]) -> bool:
     """Whether any parameter may take the fused step; if none may there is no more to ask."""
     if in_dispatch_mode():
         return False
-    if kernel_settings(optimizer) is None:
+    if momentum_setting(optimizer) is None:
         return any(its.fused for its in settings)  # which will be refused
     return any(
         its.fused or (its.fused is None and any(map(_may, group["params"])))
@@ -79,7 +78,7 @@ def why_never(optimizer: Stepper, p: Tensor, settings: Settings) -> str | None:
     """Why a parameter can never take the fused step under these settings."""
     if settings.fused is False:
         return "`fused` is False"
-    if kernel_settings(optimizer) is None:
+    if momentum_setting(optimizer) is None:
         return f"no kernel knows the direction of `{type(optimizer).__name__}`"
     if settings.differentiable:
         return "`differentiable` is True"
@@ -104,11 +103,11 @@ def is_quietly_plain(p: Tensor) -> bool:
     return p.device.type == "cpu" and p.dtype in (torch.float64, torch.float16)
 
 
-def why_not_now(optimizer: Stepper, unit: SharedBlocks, lr: Any) -> str | None:
+def why_not_now(optimizer: Stepper, unit: Unit, lr: Any) -> str | None:
     """Why parameters that share their b do not take the fused step; None if they do."""
-    members, absent, device = unit.members, unit.members_without_gradient, unit.members[0].p.device
+    members, absent, device = unit, unit[0].absent, unit[0].p.device
     for view in members:
-        if (reason := why_never(optimizer, view.param, unit.settings)) is not None:
+        if (reason := why_never(optimizer, view.param, view.settings)) is not None:
             return reason
     if len({(view.p.device, view.p.dtype) for view in members}) > 1:
         return "others that share its b differ in device or type"
@@ -118,6 +117,8 @@ def why_not_now(optimizer: Stepper, unit: SharedBlocks, lr: Any) -> str | None:
         return "others that share its b differ in direction"
     if type(members[0].direction) not in RULES:
         return f"no kernel knows the direction `{type(members[0].direction).__name__}`"
+    if decay(members[0]) is None:
+        return "no kernel knows its decay"
     word = rate(lr)
     if word is None or word[1] == UNKNOWN_KIND:
         return f"`lr` is a tensor of type {lr.dtype}"
@@ -128,11 +129,11 @@ def why_not_now(optimizer: Stepper, unit: SharedBlocks, lr: Any) -> str | None:
     return next((reason for view in members if (reason := _why_not(view, unit))), None)
 
 
-def _why_not(view: View, unit: SharedBlocks) -> str | None:
+def _why_not(view: Step, unit: Unit) -> str | None:
     g, buffers = cast(Tensor, view.param.grad), list(view.buffers.values())
     numbers = [t for t in (view.b, view.t, view.norm) if t is not None]
     small = numbers if view.skipped is None else [*numbers, view.skipped]
-    if view.groups:
+    if view.ranks:
         return "its blocks are cut between ranks"
     if g.layout != torch.strided:
         return "its gradient is sparse"
@@ -144,7 +145,7 @@ def _why_not(view: View, unit: SharedBlocks) -> str | None:
         return "its gradient must be worked out first"
     if memory.overlap(view.p, view.g):
         return "its gradient lies on its memory"
-    if unit.settings.nonfinite == "raise" and sharded.is_sharded(view.param):
+    if view.settings.nonfinite == "raise" and sharded.is_sharded(view.param):
         return "`nonfinite` is 'raise', on which its ranks must agree"
     device, counts = view.p.device, {torch.int32: view.skipped}
     per_block = all(_readable(t, torch.float32, device) for t in numbers)
@@ -163,11 +164,11 @@ def _why_not(view: View, unit: SharedBlocks) -> str | None:
     return None
 
 
-def _why_not_orthogonalized(view: View, unit: SharedBlocks) -> str | None:
-    settings = unit.settings
+def _why_not_orthogonalized(view: Step, unit: Unit) -> str | None:
+    settings = view.settings
     if sharded.is_sharded(view.param):
         return "it is orthogonalized, and sharded"
-    if not unit.alone:
+    if not alone(unit):
         return "it is orthogonalized, and shares its b"
     if settings.nonfinite == "raise":
         return "it is orthogonalized, and `nonfinite` is 'raise'"
@@ -178,12 +179,12 @@ def _why_not_orthogonalized(view: View, unit: SharedBlocks) -> str | None:
     return None if matrices.has_views(view) else "its matrices are no view of it"
 
 
-def overlapping(units: list[SharedBlocks]) -> set[int]:
+def overlapping(units: list[Unit]) -> set[int]:
     """The parameters (by id) that lie on memory of others: kernels would race for it."""
     spans = sorted(
         (view.p.data_ptr(), view.p.data_ptr() + memory.extent(view.p), id(view.param))
         for unit in units
-        for view in unit.members
+        for view in unit
         if view.p.numel()
     )
     ids: set[int] = set()

@@ -9,7 +9,7 @@ not even weakly, since torch swaps a tensor for another only if nothing refers t
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 
 from wngrad.optim import checks
-from wngrad.optim.checks import Settings
 from wngrad.optim.fused import cpu, cuda, eligibility, matrices
 from wngrad.optim.fused.eligibility import Stepper
 from wngrad.optim.fused.matrices import Stage
-from wngrad.optim.fused.method import Method, Unit, method
+from wngrad.optim.fused.method import Method, method
 from wngrad.optim.fused.snapshot import Snapshot, Snapshots
 from wngrad.optim.fused.tiling import SMALL, Tiling, tiling
-from wngrad.optim.step import plain_step
-from wngrad.optim.views import SharedBlocks
+from wngrad.optim.settings import Memo, Settings
+from wngrad.optim.step import Unit
 
 Launch: TypeAlias = cpu.Launch | cuda.Launch
 _MOST = 16  # launches kept at most, for models that train other parameters in every step
@@ -42,11 +41,11 @@ class Launches:
         self, params: list[Tensor], units: list[Unit], reasons: dict[int, str], now: Snapshot
     ) -> None:
         self.reasons = reasons
-        moved = {id(view.param) for unit in units for view in unit.shared.members}
+        moved = {id(view.param) for unit in units for view in unit}
         # A backward that needs what was there before the step must say so, not go wrong in silence.
         self._moved = [i for i, p in enumerate(params) if id(p) in moved and not p.is_inference()]
         self._whole = len(self._moved) == len(params)
-        small = sum(view.p.numel() for unit in units for view in unit.shared.members) <= SMALL
+        small = sum(view.p.numel() for unit in units for view in unit) <= SMALL
         make = partial(_launches, params, now.words, small)
         stages = matrices.stages(units, params, now.words)
         staged = {id(unit) for stage in stages for unit in stage.units}
@@ -84,12 +83,12 @@ def _launches(
     head = len(words) - len(stepping)
     batches: dict[tuple[Method, Tiling | None], list[Unit]] = {}
     for unit in units:
-        how = method(unit.shared)
-        cut = None if how.native else tiling(unit.shared, small)
+        how = method(unit)
+        cut = None if how.native else tiling(unit, small)
         batches.setdefault((how, cut), []).append(unit)
     made: list[Launch] = []
     for (how, cut), part in batches.items():
-        views = [view for unit in part for view in unit.shared.members]
+        views = [view for unit in part for view in unit]
         index, given = list(range(head)), []
         if how.proposed is None:
             index += [head + stepping[id(view.param)] for view in views]
@@ -107,7 +106,7 @@ class Engine:
 
     def __init__(self) -> None:
         self._snapshots = Snapshots()
-        self.memo: checks.Memo = {}  # of settings that were checked
+        self.memo: Memo = {}  # of settings that were checked
         self.steps = 0  # that were asked for
         self._launches: dict[Any, tuple[Launches, set[int]]] = {}  # with the ids of all parameters
         self._latest: tuple[Snapshot, Launches] | None = None  # if it may be taken again
@@ -137,36 +136,41 @@ class Engine:
         launches.run(optimizer, params, now.words)
         return True
 
-    def step(self, optimizer: Stepper, settings: list[Settings], units: list[SharedBlocks]) -> None:
-        """Take the step. Whatever can fail, fails before the first launch or move."""
+    def take(
+        self, optimizer: Stepper, settings: list[Settings], units: list[Unit]
+    ) -> tuple[list[Unit], Callable[[], None]]:
+        """The units that are left for the plain step, and what launches the kernels of the others.
+
+        That may refuse the step, too, before it changes anything.
+        """
         owner = type(optimizer).__name__
         if not eligibility.is_possible(optimizer, settings):
             self._latest = None
-            plain_step(owner, units)
-            return
+            return units, _nothing
         params = _params(optimizer)
         now = self._snapshot(optimizer, settings, params)
         if now is None:  # no kernel knows the direction, though one is insisted on
-            firsts = [(unit.members[0].param, unit.settings) for unit in units]
-            never = {id(p): eligibility.why_never(optimizer, p, its) for p, its in firsts}
+            steps = [unit[0] for unit in units]
+            never = {
+                id(s.param): eligibility.why_never(optimizer, s.param, s.settings) for s in steps
+            }
             _insist(owner, units, never)
-            plain_step(owner, units)
-            return
+            return units, _nothing
         launches = None if _capturing() else self._earlier(now)
         if launches is None:
             launches = self._make(optimizer, params, units, now)
         _insist(owner, units, launches.reasons)
-        left = [unit for unit in units if id(unit.members[0].param) in launches.reasons]
-        plain_step(owner, left, partial(launches.run, optimizer, params, now.words))
+        left = [unit for unit in units if id(unit[0].param) in launches.reasons]
+        return left, partial(launches.run, optimizer, params, now.words)
 
     def _snapshot(
         self, optimizer: Stepper, settings: list[Settings], params: list[Tensor]
     ) -> Snapshot | None:
-        own = eligibility.kernel_settings(optimizer)
-        if own is None:
+        momentum = eligibility.momentum_setting(optimizer)
+        if momentum is None:
             return None
         groups = optimizer.param_groups
-        return self._snapshots.take(params, optimizer.state, groups, settings, own)
+        return self._snapshots.take(params, optimizer.state, groups, settings, momentum)
 
     def _earlier(self, now: Snapshot | None) -> Launches | None:
         """The launches of an earlier step like this one."""
@@ -184,7 +188,7 @@ class Engine:
         self,
         optimizer: Stepper,
         params: list[Tensor],
-        units: list[SharedBlocks],
+        units: list[Unit],
         now: Snapshot,
     ) -> Launches:
         """New launches. For a graph they are filled outside of it, so that replays only read."""
@@ -209,30 +213,32 @@ def _params(optimizer: Stepper) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _sorted_out(optimizer: Stepper, units: list[SharedBlocks]) -> tuple[list[Unit], dict[int, str]]:
+def _nothing() -> None:
+    """No kernel is launched."""
+
+
+def _sorted_out(optimizer: Stepper, units: list[Unit]) -> tuple[list[Unit], dict[int, str]]:
     """The units that kernels step, and why the others' parameters are not among them."""
-    numbers = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     overlaps = eligibility.overlapping(units)
     fused: list[Unit] = []
     reasons: dict[int, str] = {}
     for unit in units:
-        number = numbers[id(unit.members[0].param)]
-        lr = optimizer.param_groups[number]["lr"]
+        lr = optimizer.param_groups[unit[0].group]["lr"]
         reason = eligibility.why_not_now(optimizer, unit, lr)
-        if reason is None and any(id(view.param) in overlaps for view in unit.members):
+        if reason is None and any(id(view.param) in overlaps for view in unit):
             reason = "it lies on the memory of another"
         if reason is None:
-            fused.append(Unit(unit, number))
+            fused.append(unit)
         else:
-            reasons |= {id(view.param): reason for view in unit.members}
+            reasons |= {id(view.param): reason for view in unit}
     return fused, reasons
 
 
-def _insist(owner: str, units: list[SharedBlocks], reasons: Any) -> None:
+def _insist(owner: str, units: list[Unit], reasons: Any) -> None:
     """Refuse the step if `fused=True` was asked of a parameter that cannot take it."""
     for unit in units:
-        p = unit.members[0].param
-        if unit.settings.fused and reasons.get(id(p)) and not eligibility.is_quietly_plain(p):
+        p = unit[0].param
+        if unit[0].settings.fused and reasons.get(id(p)) and not eligibility.is_quietly_plain(p):
             eligibility.refuse(owner, p, reasons[id(p)])
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wngrad.optim.fused.records import TENSORS
 from wngrad.optim.state import AVERAGE
-from wngrad.optim.views import View
+from wngrad.optim.step import Step
 
 _MOST_KEPT, _MOST_SUMMED = 2, 4  # dimensions a strided address can have
 
@@ -44,7 +44,7 @@ class RowLayout:
         return sizes + [d.strides[k] for k in range(len(TENSORS)) for d in (*kept, *summed)]
 
 
-def tensors(view: View) -> tuple[Tensor | None, ...]:
+def tensors(view: Step) -> tuple[Tensor | None, ...]:
     """Those of the parameter's shape that kernels read, as in `records.TENSORS`; None: it has not.
 
     What an orthogonalized direction keeps is not among them: it belongs to `fused.matrices`.
@@ -55,7 +55,7 @@ def tensors(view: View) -> tuple[Tensor | None, ...]:
     return view.p, view.g, *buffers, *missing, view.buffers.get(AVERAGE)
 
 
-def layout(view: View) -> RowLayout:
+def layout(view: Step) -> RowLayout:
     """The rows of a view that `fits` the kernels."""
     dims, rows, length = _dims(view), view.b.numel(), view.p.numel() // max(1, view.b.numel())
     if not rows * length:
@@ -64,7 +64,7 @@ def layout(view: View) -> RowLayout:
     return RowLayout(rows, length, _merged(kept), _merged(summed))
 
 
-def fits(view: View) -> bool:
+def fits(view: Step) -> bool:
     """Whether the strides are few enough for the kernels, and nothing would be written twice."""
     found = layout(view)
     written = ((d.strides[0], *d.strides[2:]) for d in _dims(view) if d.size > 1)
@@ -72,13 +72,13 @@ def fits(view: View) -> bool:
     return few and (not view.p.numel() or all(0 not in each for each in written))
 
 
-def _dims(view: View) -> list[_Dim]:
+def _dims(view: Step) -> list[_Dim]:
     every = (view.p if t is None else t for t in tensors(view))
     strides = zip(*(t.stride() for t in every), strict=True)
     return [_Dim(n, s) for n, s in zip(view.p.shape, strides, strict=True)]
 
 
-def _sorted_out(dims: list[_Dim], view: View) -> tuple[list[_Dim], list[_Dim]]:
+def _sorted_out(dims: list[_Dim], view: Step) -> tuple[list[_Dim], list[_Dim]]:
     """Dimensions across rows, and those within one."""
     pairs = list(zip(dims, view.b.shape, strict=True))
     summed = [d for d, n in pairs if n != d.size]

@@ -16,13 +16,11 @@ from torch import Tensor
 
 from wngrad.optim import lists
 from wngrad.optim.fused import matrices_cuda
-from wngrad.optim.fused.method import Unit
 from wngrad.optim.fused.records import GROUP, number
+from wngrad.optim.directions import Orthogonalized
 from wngrad.optim.modules import Layout
-from wngrad.optim.move import working
 from wngrad.optim.orthogonal import orthogonalize
-from wngrad.optim.orthogonalized import Orthogonalized, OrthogonalizedRows
-from wngrad.optim.views import View
+from wngrad.optim.step import Step, Unit, working
 
 _NAMES = GROUP.names or ()
 _WORDS, (_LAM, _MU, _SIGN) = len(_NAMES), map(_NAMES.index, ("lam", "mu", "sign"))
@@ -64,9 +62,9 @@ def stages(units: list[Unit], params: list[Tensor], words: list[int]) -> list[St
     """
     by_kind: dict[tuple[Any, ...], list[Unit]] = {}
     for unit in units:
-        view = unit.shared.members[0]
+        view = unit[0]
         if isinstance(view.direction, Orthogonalized):
-            kind = (view.p.device, view.p.dtype, unit.shared.settings.nonfinite == "skip")
+            kind = (view.p.device, view.p.dtype, view.settings.nonfinite == "skip")
             key = kind if uses_kernels(view.p) else (view.p.device,)
             by_kind.setdefault(key, []).append(unit)
     made: list[Stage] = []
@@ -83,17 +81,16 @@ def uses_kernels(p: Tensor) -> bool:
 def _by_kernels(units: list[Unit], params: list[Tensor], words: list[int]) -> list[Stage]:
     stepping = {id(p): i for i, p in enumerate(p for p in params if p.grad is not None)}
     head = len(words) - len(stepping)
-    first, sources = units[0].shared, []
+    start, sources = units[0][0], []
     for i, unit in enumerate(units):
-        view = unit.shared.members[0]
+        view = unit[0]
         direction = cast(Orthogonalized, view.direction)
         g, m = view.param.grad, view.buffers["m"].view(view.param.shape)
-        apart = isinstance(direction, OrthogonalizedRows)
-        facts = (direction.layout, i, unit.group)
+        facts, apart = (direction.layout, i, view.group), direction.rows_apart
         sources.append(matrices_cuda.Source.of(cast(Tensor, g), m, *facts, hides_rows=apart))
-    index = [*range(head), *(head + stepping[id(unit.shared.members[0].param)] for unit in units)]
-    table = matrices_cuda.Words(words, index, head, first.members[0].p.device)
-    skip = first.settings.nonfinite == "skip"
+    index = [*range(head), *(head + stepping[id(unit[0].param)] for unit in units)]
+    table = matrices_cuda.Words(words, index, head, start.p.device)
+    skip = start.settings.nonfinite == "skip"
     return [KernelStage(each, units) for each in matrices_cuda.stages(sources, skip, table)]
 
 
@@ -117,12 +114,11 @@ class KernelStage:
 
 def proposed(unit: Unit, u: Tensor) -> Unit:
     """The same unit, with u in the gradient's place."""
-    (view,) = unit.shared.members
-    member = replace(view, g=u.view(view.p.shape))
-    return Unit(replace(unit.shared, members=[member]), unit.group)
+    (view,) = unit
+    return [replace(view, g=u.view(view.p.shape))]
 
 
-def has_views(view: View) -> bool:
+def has_views(view: Step) -> bool:
     """Whether the matrices of an orthogonalized parameter lie in its memory as a stage needs it."""
     p, layout = view.param, cast(Orthogonalized, view.direction).layout
     if uses_kernels(p):
@@ -146,12 +142,9 @@ class _Matrix(NamedTuple):
 
 
 def _matrix(unit: Unit, place: int) -> _Matrix:
-    view = unit.shared.members[0]
+    view = unit[0]
     p, direction = view.param, cast(Orthogonalized, view.direction)
-    apart, skips = (
-        isinstance(direction, OrthogonalizedRows),
-        unit.shared.settings.nonfinite == "skip",
-    )
+    apart, skips = direction.rows_apart, view.settings.nonfinite == "skip"
     dtype = torch.promote_types(p.dtype, torch.float32)
     u = torch.empty_like(p, dtype=dtype, requires_grad=False)
     scale = direction.layout.scale(p.shape)
@@ -165,12 +158,11 @@ class TorchStage:
 
     def __init__(self, units: list[Unit], params: list[Tensor]) -> None:
         order = {id(p): i for i, p in enumerate(params)}
-        each = [_matrix(unit, order[id(unit.shared.members[0].param)]) for unit in units]
+        each = [_matrix(unit, order[id(unit[0].param)]) for unit in units]
         self.units, self.u = units, [matrix.u for matrix in each]
         self._groups: dict[tuple[int, torch.dtype], list[_Matrix]] = {}
         for unit, matrix in zip(units, each, strict=True):
-            dtype = unit.shared.members[0].p.dtype
-            self._groups.setdefault((unit.group, dtype), []).append(matrix)
+            self._groups.setdefault((unit[0].group, unit[0].p.dtype), []).append(matrix)
 
     @torch.no_grad()
     def run(

@@ -1,41 +1,31 @@
-"""What the engines are handed: parameters that share their b, and how they are to step."""
+"""The compile-time key of a launch, and where what it steps lies."""
 
 from __future__ import annotations
 
 import math
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from wngrad.optim.checks import Settings
 from wngrad.optim.directions import Adam
 from wngrad.optim.fused.layout import tensors
-from wngrad.optim.fused.records import RULES, Decay, Rule, address, bits
-from wngrad.optim.views import SharedBlocks, View
+from wngrad.optim.fused.records import DECAYS, RULES, Decay, Rule, address, bits
+from wngrad.optim.settings import Settings
+from wngrad.optim.step import Step, Unit
 
 
-class Unit(NamedTuple):
-    """Parameters that share their b, and the number of their group."""
-
-    shared: SharedBlocks
-    group: int
-
-    def places(self, view: View) -> tuple[int, ...]:
-        """Where a parameter and its state lie, and Adam's numbers, in the order of `records`."""
-        p, _, *buffers = tensors(view)
-        places = map(address, (p, view.b, *buffers, view.t, view.skipped, view.norm))
-        return (*places, *map(bits, _adam(view)))
-
-
-def _adam(view: View) -> tuple[float, ...]:
-    direction = view.direction
-    if not isinstance(direction, Adam):
-        return (0.0,) * 4
-    scale, beta2 = direction.scale, direction.beta2
-    log = math.log2(beta2) if beta2 > 0 else -math.inf
-    return scale, log, math.sqrt(beta2), math.sqrt(1 - beta2)
+def places(view: Step) -> tuple[int, ...]:
+    """Where a parameter and its state lie, and Adam's numbers, in the order of `records`."""
+    p, _, *buffers = tensors(view)
+    addresses = map(address, (p, view.b, *buffers, view.t, view.skipped, view.norm))
+    adam, direction = (0.0,) * 4, view.direction
+    if isinstance(direction, Adam):
+        beta2 = direction.beta2
+        log = math.log2(beta2) if beta2 > 0 else -math.inf
+        adam = direction.scale, log, math.sqrt(beta2), math.sqrt(1 - beta2)
+    return (*addresses, *map(bits, adam))
 
 
 class Method(NamedTuple):
@@ -45,7 +35,7 @@ class Method(NamedTuple):
     dtype: torch.dtype
     native: bool  # by cpu.c, not by Triton
     rule: Rule
-    decay: Decay
+    decay: Any  # a `Decay`
     skip: bool  # nonfinite="skip"
     latch: bool  # b₁ = C·λ·‖g₁‖
     rounds: bool  # stochastically
@@ -56,16 +46,16 @@ class Method(NamedTuple):
     proposed: torch.dtype | None  # of u in the gradient's place, which `fused.matrices` makes
 
 
-def method(unit: SharedBlocks) -> Method:
+def method(unit: Unit) -> Method:
     """The method of parameters that can take the fused step."""
-    settings, view = unit.settings, unit.members[0]
-    direction = view.direction
+    view = unit[0]
+    settings, direction = view.settings, view.direction
     return Method(
         view.p.device,
         view.p.dtype,
         runs_native(view.p, settings),
         RULES[type(direction)],
-        _decay(unit),
+        decay(view),
         settings.nonfinite == "skip",
         settings.c is not None,
         settings.stochastic_rounding and view.p.dtype == torch.bfloat16,
@@ -77,13 +67,13 @@ def method(unit: SharedBlocks) -> Method:
     )
 
 
-def _decay(unit: SharedBlocks) -> Decay:
-    settings, by = unit.settings, unit.members[0].direction.decays_by
-    if not settings.weight_decay:
+def decay(view: Step) -> Decay | None:
+    """Where weight decay comes in; None if no kernel knows."""
+    if not view.settings.weight_decay:
         return Decay.NONE
-    if not settings.decoupled_weight_decay:
+    if not view.settings.decoupled_weight_decay:
         return Decay.COUPLED
-    return {"lr": Decay.DECOUPLED, "rate": Decay.BY_RATE, None: Decay.NONE}[by]
+    return DECAYS.get(view.direction.decay)
 
 
 def runs_native(p: Tensor, settings: Settings) -> bool:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wngrad.optim.directions import Adam, Direction, Momentum, RunningMean
-from wngrad.optim.orthogonalized import Orthogonalized, OrthogonalizedRows
+from wngrad.optim import decays
+from wngrad.optim.directions import Adam, Direction, Momentum, Orthogonalized, RunningMean
 
 
 def _record(*names: str) -> np.dtype[np.void]:
@@ -90,7 +90,6 @@ RULES: dict[type[Direction], Rule] = {
     RunningMean: Rule.RUNNING_MEAN,
     Adam: Rule.ADAM,
     Orthogonalized: Rule.GRADIENT,  # u, which `fused.matrices` makes, stands for the gradient
-    OrthogonalizedRows: Rule.GRADIENT,
 }
 
 
@@ -98,6 +97,9 @@ class Decay(IntEnum):
     """Where weight decay comes in: into the gradient, by x·(1 − w·λ) or by x·(1 − w·λ/b)."""
 
     NONE, COUPLED, DECOUPLED, BY_RATE = range(4)
+
+
+DECAYS = {None: Decay.NONE, decays.by_lr: Decay.DECOUPLED, decays.by_rate: Decay.BY_RATE}
 
 
 class Refused(NamedTuple):

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from wngrad.optim import memory, sharded
-from wngrad.optim.checks import Settings, item
 from wngrad.optim.fused import library
 from wngrad.optim.fused.records import FLOAT32, FLOAT64, NUMBER, bits
+from wngrad.optim.settings import Settings
 
 _KINDS = {torch.float32: FLOAT32, torch.float64: FLOAT64}
 UNKNOWN_KIND = -1  # of a λ in a tensor of another type, on a device
@@ -58,26 +58,25 @@ class Snapshots:
         state: dict[Tensor, Any],
         groups: list[dict[str, Any]],
         settings: list[Settings],
-        own: tuple[str, ...],
+        momentum: str,
     ) -> Snapshot | None:
         """The step that is due, or None if λ is not one number.
 
         Args:
-            own: the settings that a direction is made from; the first holds μ or β.
+            momentum: the name of the setting that holds μ or β.
         """
         words: list[int] = []
         choices: list[Any] = []
         for group, its in zip(groups, settings, strict=True):
-            lr, mu = group["lr"], item(group[own[0]])
+            lr = group["lr"]
             if (lam := rate(lr)) is None:
                 return None
             words += lam
-            numbers, choice = _read(mu, its)
+            numbers, choice = _read(its, momentum)
             words += numbers
             still = lam == (0, NUMBER)  # A group without rate takes no part.
             far = None if lam[1] == NUMBER else (lam[1], lr.device)
-            kinds = tuple(group[name] for name in own[1:])
-            choices.append((choice, len(group["params"]), mu != 0, still, far, kinds))
+            choices.append((choice, len(group["params"]), still, far))
         tensors, gradients = self._tensors(params, state)
         # Loads are 16 bytes wide where all addresses allow it.
         odd = reduce(or_, gradients, 0) % 16
@@ -135,13 +134,14 @@ def rate(lr: float | Tensor) -> tuple[int, int] | None:
 
 
 @lru_cache(maxsize=1024)
-def _read(mu: float, settings: Settings) -> tuple[tuple[int, ...], tuple[object, ...]]:
+def _read(settings: Settings, momentum: str) -> tuple[tuple[int, ...], tuple[object, ...]]:
     """A group's numbers but λ, as words of `records.GROUP`; and its choices."""
+    mu: float = getattr(settings, momentum)
     log_mu = math.log2(mu) if mu > 0 else -math.inf
     c = settings.b_init[1] if isinstance(settings.b_init, tuple) else settings.b_init
     sign, eta = -1.0 if settings.maximize else 1.0, settings.average or 0.0
     numbers = (mu, log_mu, settings.weight_decay, c, sign, eta)
-    return tuple(map(bits, numbers)), settings.choices
+    return tuple(map(bits, numbers)), settings.key
 
 
 # --------------------------------------------------------------------------- in Python

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from wngrad.optim.fused.layout import RowLayout, layout, tensors
-from wngrad.optim.fused.method import Method, Unit
+from wngrad.optim.fused.method import Method, places
 from wngrad.optim.fused.records import address
 from wngrad.optim.fused.tiling import Tiling
-from wngrad.optim.views import View
+from wngrad.optim.step import Step, Unit
 
 MOST_TILES, WARPS = 16, 2**13  # of one program, as long as there are so many warps of all of them
 _SENT = 2**12  # words at once, half of what CUDA takes with a call
@@ -55,7 +55,7 @@ class _Row(NamedTuple):
     """A parameter of a batch, and how its rows are cut."""
 
     unit: Unit
-    view: View
+    view: Step
     layout: RowLayout
     kind: int
     pieces: int  # of each row
@@ -70,7 +70,7 @@ class LaunchBatch:
     """Parameters that step in one launch or, where rows are cut or shared, in three."""
 
     def __init__(self, method: Method, tiling: Tiling, units: list[Unit]) -> None:
-        rows = [_row(unit, view, tiling) for unit in units for view in unit.shared.members]
+        rows = [_row(unit, view, tiling) for unit in units for view in unit]
         span = max(1, min(MOST_TILES, sum(row.tiles for row in rows) * tiling.warps // WARPS))
         # Even an empty parameter has a program, which counts its step.
         programs = [max(1, -(-row.tiles // span)) for row in rows]
@@ -81,9 +81,9 @@ class LaunchBatch:
         records: list[int] = []
         for i, row in enumerate(rows):
             piece = row.layout.length if row.pieces == 1 else tiling.tile
-            records += row.unit.places(row.view)
+            records += places(row.view)
             records += [row.layout.length, row.layout.rows, row.pieces, piece, first[i], span]
-            records += [row.unit.group, int(row.unit.shared.hold), sums[i], room[i]]
+            records += [row.view.group, int(row.view.holds), sums[i], room[i]]
         device = method.device
         self.kinds = sum(1 << kind for kind in {row.kind for row in rows})
         self.tiles = _programs(programs, device, [row.kind for row in rows])
@@ -95,7 +95,7 @@ class LaunchBatch:
         self.splits = [] if tiling.whole else _splits(units, rows, sums, room, device)
 
 
-def _row(unit: Unit, view: View, tiling: Tiling) -> _Row:
+def _row(unit: Unit, view: Step, tiling: Tiling) -> _Row:
     from wngrad.optim.fused.kernel import ROOM_FOR_B
 
     shape = layout(view)
@@ -105,7 +105,7 @@ def _row(unit: Unit, view: View, tiling: Tiling) -> _Row:
     return _Row(unit, view, shape, kind, pieces, -(-shape.rows * pieces // at_once))
 
 
-def _kind(view: View, shape: RowLayout, tile: int) -> int:
+def _kind(view: Step, shape: RowLayout, tile: int) -> int:
     """The shape of a parameter's tiles, and the width of its loads."""
     from wngrad.optim.fused.kernel import LOOSE, STRIDED
 
@@ -145,7 +145,7 @@ def _programs(
 class _Member(NamedTuple):
     """A parameter whose sums of squares lie ready, and where."""
 
-    view: View
+    view: Step
     sums: int
     pieces: int  # sums for each of its rows
     room: int  # of its coefficients
@@ -172,10 +172,10 @@ class SplitStep:
         members: list[tuple[int, ...]] = []
         counts: list[int] = []
         for unit, own in units:
-            n = unit.shared.members[0].b.numel()
+            n = unit[0].b.numel()
             added, listed = _runs(own, n), _members(unit, own)
             shared += [n, len(runs), len(added), len(members), len(listed)]
-            shared += [unit.group, int(unit.shared.hold), sum(counts)]
+            shared += [unit[0].group, int(unit[0].holds), sum(counts)]
             runs += added
             members += listed
             counts.append(max(1, -(-n // rows)))
@@ -184,7 +184,7 @@ class SplitStep:
         self.runs = Table([word for run in runs for word in run], device)
         self.members = Table([word for member in members for word in member], device)
         self.bad = torch.zeros(sum(counts), dtype=torch.int32, device=device)
-        firsts = [id(unit.shared.members[0].param) for unit, _ in units]
+        firsts = [id(unit[0].param) for unit, _ in units]
         self.owners = [p for p, n in zip(firsts, counts, strict=True) for _ in range(n)]
 
 
@@ -200,7 +200,7 @@ def _members(unit: Unit, members: list[_Member]) -> list[tuple[int, ...]]:
     views = [(m.view.b, m.view.t, m.view.skipped, m.view.norm) for m in members]
     pairs = zip(members, views, strict=True)
     present = [(*map(address, tensors), m.room, 1) for m, tensors in pairs]
-    absent = [(b.data_ptr(), 0, 0, 0, 0, 0) for b in unit.shared.members_without_gradient]
+    absent = [(b.data_ptr(), 0, 0, 0, 0, 0) for b in unit[0].absent]
     return [*present, *absent]
 
 
@@ -215,9 +215,9 @@ def _splits(
     each = iter(zip(rows, sums, room, strict=False))
     listed: list[tuple[Unit, list[_Member]]] = []
     for unit in units:
-        members = [next(each) for _ in unit.shared.members]
+        members = [next(each) for _ in unit]
         listed.append((unit, [_Member(row.view, s, row.pieces, r) for row, s, r in members]))
-    single = [pair for pair in listed if pair[0].shared.members[0].b.numel() == 1]
-    joint = [pair for pair in listed if pair[0].shared.members[0].b.numel() != 1]
+    single = [pair for pair in listed if pair[0][0].b.numel() == 1]
+    joint = [pair for pair in listed if pair[0][0].b.numel() != 1]
     parts: list[tuple[Any, tuple[int, int]]] = [(single, _SINGLE), (joint, _JOINT)]
     return [SplitStep(part, *size, device) for part, size in parts if part]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from wngrad.optim.views import SharedBlocks
+from wngrad.optim.step import Unit, alone
 
 
 class Tiling(NamedTuple):
@@ -38,12 +38,12 @@ SMALL = 2**25  # parameters, of a set that is small
 LONGEST = 2**16  # longer rows are cut between programs, which reads their gradient twice
 
 
-def tiling(unit: SharedBlocks, small: bool) -> Tiling:
+def tiling(unit: Unit, small: bool) -> Tiling:
     """The tiling of a unit's rows, in a set of parameters that is small or not."""
-    dtype = unit.members[0].p.dtype
-    longest = max(view.p.numel() // max(1, view.b.numel()) for view in unit.members)
-    checked = unit.settings.nonfinite == "raise"
-    whole = unit.alone and not checked and longest <= LONGEST
+    dtype = unit[0].p.dtype
+    longest = max(view.p.numel() // max(1, view.b.numel()) for view in unit)
+    checked = unit[0].settings.nonfinite == "raise"
+    whole = alone(unit) and not checked and longest <= LONGEST
     choice = _SMALL_SET if small and whole else _LARGE_SET[dtype]
     tiles = choice.tiles
     tile = next((n for n in tiles if longest <= n), tiles[-1]) if whole else tiles[0]

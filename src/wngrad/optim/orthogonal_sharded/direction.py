@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from wngrad.optim import sharded
-from wngrad.optim.directions import Buffers
 from wngrad.optim.modules import Layout
 from wngrad.optim.orthogonal import orthogonalize_all
 from wngrad.optim.orthogonal_sharded.gram import by_gram, scaled
@@ -20,44 +19,25 @@ from wngrad.optim.orthogonal_sharded.placement import is_cut, parts
 from wngrad.optim.orthogonal_sharded.slices import Slice, alike, in_order, wire_type
 
 
-class Orthogonalizing(Protocol):
-    """A direction that orthogonalizes what it makes of the gradient entry by entry."""
-
-    @property
-    def layout(self) -> Layout: ...
-
-    def look_ahead(self, g: list[Tensor], buffers: Buffers) -> tuple[list[Tensor], Buffers]: ...
-
-    def moving_rows(self, g: Tensor) -> Tensor | None: ...
-
-
 class Shard(NamedTuple):
-    """A sharded parameter, and this rank's part of its gradient and buffers, in its shape."""
+    """A sharded parameter, and this rank's part of its gradient and of what is orthogonalized."""
 
     p: Tensor
-    direction: Orthogonalizing
+    direction: Any  # an `Orthogonalized`
     g: Tensor
-    buffers: dict[str, Tensor]
+    ahead: Tensor
 
 
-def propose(shards: Sequence[Shard]) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """`Direction.propose` for sharded parameters: this rank's part of u and of the new buffers."""
-    ahead: dict[int, Tensor] = {}
-    after: dict[int, dict[str, Tensor]] = {}
-    for members in alike(shard.direction for shard in shards):
-        first = shards[members[0]]
-        g = [shards[i].g for i in members]
-        before = {name: [shards[i].buffers[name] for i in members] for name in first.buffers}
-        made, new = first.direction.look_ahead(g, before)
-        for k, i in enumerate(members):
-            ahead[i], after[i] = made[k], {name: new[name][k] for name in new}
+def propose(shards: Sequence[Shard]) -> list[Tensor]:
+    """`Direction.propose` for sharded parameters: this rank's part of u."""
     layouts = [shard.direction.layout for shard in shards]
-    u = orthogonalize_sharded([shard.p for shard in shards], layouts, in_order(ahead))
+    ahead = [shard.ahead for shard in shards]
+    u = orthogonalize_sharded([shard.p for shard in shards], layouts, ahead)
     for i, (shard, layout) in enumerate(zip(shards, layouts, strict=True)):
         u[i] = layout.scale(shard.p.shape) * u[i]
     for i, rows in _moving_rows(shards).items():
         u[i] = u[i] * rows
-    return [(u[i], after[i]) for i in range(len(shards))]
+    return u
 
 
 def orthogonalize_sharded(
@@ -126,8 +106,8 @@ def _moving_rows(shards: Sequence[Shard]) -> dict[int, Tensor]:
     masks: dict[int, Tensor] = {}
     groups: dict[int, tuple[Any, ...]] = {}
     for i, (p, direction, g, _) in enumerate(shards):
-        rows = direction.moving_rows(g)
-        if rows is not None:
+        if direction.rows_apart:
+            rows = direction.moving_rows(g)
             cuts = sharded.cut_by(p) if is_cut(p, direction.layout) else []
             masks[i], groups[i] = rows, sharded.groups(p, [dim for dim, at in cuts if at.dim > 0])
     order = [i for i in masks if groups[i]]
