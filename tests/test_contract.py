@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-import wngrad
 from conftest import backward, flat_state, network, same, same_state, train, twins
 from keep import KEPT
 from wngrad import WNAdam, WNGrad, WNMuon

@@ -15,7 +15,7 @@ from wngrad.optim import memory
 BInit = float | Literal["gradient"] | tuple[Literal["gradient"], float]
 Check = Callable[[str, str, object], Any]  # of (owner, name, value): the value as plain data
 
-_MAX_RATE = torch.finfo(torch.float32).max  # x moves in float32, or wider
+MAX_RATE = torch.finfo(torch.float32).max  # x moves in float32, or wider
 _B_INIT = '`b_init` must be a number, "gradient" or ("gradient", C)'
 _PLAIN_TENSORS = {Tensor, nn.Parameter}
 
@@ -101,8 +101,12 @@ def b_init(owner: str, name: str, value: object) -> BInit:
     return finite(owner, name, value, above=0)
 
 
+_WIDE = {torch.float64, torch.complex128}
+
+
 def representable(owner: str, start: object, dtype: torch.dtype) -> None:
-    """b₁ as a number must be one in b's type."""
+    """b₁ as a number must be one in the type of b, for parameters of this type."""
+    dtype = torch.float64 if dtype in _WIDE else torch.float32
     info = torch.finfo(dtype)
     if isinstance(start, float) and not info.tiny <= start <= info.max:
         raise ValueError(
@@ -117,17 +121,15 @@ def representable(owner: str, start: object, dtype: torch.dtype) -> None:
 def rate(owner: str, value: object) -> float | Tensor:
     """λ: a number ≥ 0, or a tensor of one element."""
     number = scalar(owner, value).item() if isinstance(value, Tensor) else value
-    if finite(owner, "lr", number) > _MAX_RATE:
-        raise ValueError(f"{owner}: `lr` must be <= {_MAX_RATE:g}, got {value!r}.")
+    if finite(owner, "lr", number) > MAX_RATE:
+        raise ValueError(f"{owner}: `lr` must be <= {MAX_RATE:g}, got {value!r}.")
     return value if isinstance(value, Tensor) else real(owner, "lr", value)
 
 
 def rate_now(owner: str, lr: object) -> None:
-    """λ as it was set after the start: a finite number, or a tensor, of which a step reads more."""
-    if isinstance(lr, Tensor) or (type(lr) is float and -_MAX_RATE <= lr <= _MAX_RATE):
-        return
-    if not abs(real(owner, "lr", lr)) <= _MAX_RATE:  # also catches nan
-        raise ValueError(f"{owner}: `lr` must be finite and <= {_MAX_RATE:g}, got {lr!r}.")
+    """λ as a number that was set after the start: finite."""
+    if not abs(real(owner, "lr", lr)) <= MAX_RATE:  # also catches nan
+        raise ValueError(f"{owner}: `lr` must be finite and <= {MAX_RATE:g}, got {lr!r}.")
 
 
 def scalar(owner: str, lr: Tensor) -> Tensor:
@@ -181,11 +183,11 @@ def parameters(owner: str, params: Any) -> list[Tensor]:
     return tensors
 
 
-def gradient(owner: str, p: Tensor, g: Tensor, *, dense: list[str]) -> None:
+def gradient(owner: str, p: Tensor, g: Tensor, *, dense: dict[str, bool]) -> None:
     """A gradient the step can take; checked for all parameters before any of them changes.
 
     Args:
-        dense: what moves entries that have no gradient, and so takes no sparse one.
+        dense: what moves entries that have no gradient, and so takes no sparse one, if it is used.
     """
     if g.shape != p.shape or g.device != p.device:
         raise ValueError(
@@ -199,9 +201,10 @@ def gradient(owner: str, p: Tensor, g: Tensor, *, dense: list[str]) -> None:
             f"{owner}: `grad` must not overlap its parameter in memory, got one that does for a "
             f"parameter of shape {tuple(p.shape)}; clone it first."
         )
-    if g.is_sparse and dense:
+    if g.is_sparse and any(dense.values()):
+        used = " and ".join(name for name, is_used in dense.items() if is_used)
         raise ValueError(
-            f"{owner}: a sparse `grad` does not go with {' and '.join(dense)}, which would have to "
+            f"{owner}: a sparse `grad` does not go with {used}, which would have to "
             f"touch every row; got one for a parameter of shape {tuple(p.shape)}. Use WNGrad "
             f"without `momentum`, `weight_decay` and `average`, or a dense gradient."
         )

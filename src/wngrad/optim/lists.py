@@ -20,25 +20,24 @@ Tensors = Sequence[Tensor]
 _PLAIN = {Tensor, nn.Parameter}
 
 
-def _known(tensors: Tensors, lists: list[list[Tensor]]) -> bool:
+def _known(*lists: Tensors) -> bool:
     """Whether torch's functions take them: some, of no other class, no sign still to be turned.
 
     A compiler sees single operations, which it fuses as it likes.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not lists[0]:
         return False
-    plain = _PLAIN.issuperset(type(t) for part in (tensors, *lists) for t in part)
-    return plain and bool(tensors) and not any(t.is_neg() for t in tensors)
+    for tensors in lists:
+        if not _PLAIN.issuperset(map(type, tensors)):
+            return False
+    return not any(map(Tensor.is_neg, lists[0]))
 
 
-def _alike(tensors: Tensors, lists: list[list[Tensor]]) -> list[list[Any]]:
-    """On CUDA apart, what broadcasts and what does not: the latter is then one kernel for all."""
-    every = [tensors, *lists]
-    if not lists or not tensors[0].is_cuda:
-        return [every]
-    same = [all(t.shape == p.shape for t in rest) for p, *rest in zip(*every, strict=True)]
+def _by_shape(*lists: Tensors) -> list[list[Any]]:
+    """Split equal-shape from broadcasting tensors: `_foreach` fuses only the former on CUDA."""
+    same = [all(t.shape == p.shape for t in rest) for p, *rest in zip(*lists, strict=True)]
     split = [
-        [list(compress(part, mask)) for part in every] for mask in (same, list(map(not_, same)))
+        [list(compress(part, mask)) for part in lists] for mask in (same, list(map(not_, same)))
     ]
     return [part for part in split if part[0]]
 
@@ -50,18 +49,21 @@ def _over_lists(name: str) -> Callable[..., None]:
     apart: Callable[..., Any] = getattr(Tensor, name.rstrip("_"), single)
 
     def operation(tensors: Tensors, *others: Any, **options: Any) -> None:
-        lists = [other for other in others if isinstance(other, list)]
-        numbers = others[len(lists) :]
-        if together is not None and _known(tensors, lists):
-            for part in _alike(tensors, lists):
+        lists = [tensors]
+        for other in others:
+            if isinstance(other, list):
+                lists.append(other)
+        numbers = others[len(lists) - 1 :]
+        if together is not None and _known(*lists):
+            for part in _by_shape(*lists) if tensors[0].is_cuda else [lists]:
                 together(*part, *numbers, **options)
             return
-        for each in zip(tensors, *lists, strict=True):
+        for row in zip(*lists, strict=True):
             if torch.compiler.is_compiling() and apart is not single:
                 # A compiler takes the operation in place apart, and rounds once more than eagerly.
-                each[0].copy_(apart(*each, *numbers, **options))
+                row[0].copy_(apart(*row, *numbers, **options))
             else:
-                single(*each, *numbers, **options)
+                single(*row, *numbers, **options)
 
     return operation
 
@@ -76,7 +78,7 @@ lerp_ = _over_lists("lerp_")  # x ← x + w·(y − x)
 
 def copy_(tensors: Tensors, new: list[Tensor]) -> None:
     """x ← y, in x's type."""
-    if not torch.compiler.is_compiling() and any(t.is_neg() for t in tensors):
+    if not torch.compiler.is_compiling() and any(map(Tensor.is_neg, tensors)):
         # torch 2.13 loses the negative bit of a float16 tensor to which it copies a float32 one.
         new = [x.to(t.dtype) for t, x in zip(tensors, new, strict=True)]
     _copy(tensors, new)
@@ -84,7 +86,7 @@ def copy_(tensors: Tensors, new: list[Tensor]) -> None:
 
 def lerp(start: list[Tensor], end: list[Tensor], weight: float) -> list[Tensor]:
     """x + w·(y − x), as new tensors."""
-    if hasattr(torch, "_foreach_lerp") and _known(start, [end]):
+    if hasattr(torch, "_foreach_lerp") and _known(start, end):
         return list(torch._foreach_lerp(start, end, weight))
     return [torch.lerp(x, y, weight) for x, y in zip(start, end, strict=True)]
 
@@ -97,7 +99,7 @@ def flatten(tensors: list[Tensor]) -> Tensor:
     """All entries as one vector; a single tensor as it is."""
     if len(tensors) == 1:
         return tensors[0]
-    if _flatten is not None and _known(tensors, []):
+    if _flatten is not None and _known(tensors):
         vector: Tensor = _flatten(tensors)
         return vector
     return torch.cat([t.flatten() for t in tensors])
@@ -107,8 +109,8 @@ def unflatten(vector: Tensor, like: list[Tensor]) -> list[Tensor]:
     """What `flatten` has put together, in the shapes of `like`."""
     if len(like) == 1:
         return [vector]
-    sizes = [t.numel() for t in like]
-    if _unflatten is not None and all(sizes) and _known([vector], []):
+    sizes = list(map(Tensor.numel, like))
+    if _unflatten is not None and all(sizes) and _known([vector]):
         return list(_unflatten(vector, like))
     parts = torch.split(vector, sizes)
     return [part.view_as(t) for part, t in zip(parts, like, strict=True)]

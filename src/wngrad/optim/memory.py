@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from torch import Tensor
 
 
 def extent(t: Tensor) -> int:
     """Bytes from the first element of a tensor to the end of its last."""
-    reach = sum((n - 1) * abs(s) for n, s in zip(t.shape, t.stride(), strict=True))
-    return (reach + 1) * t.element_size() if t.numel() else 0
+    if not t.numel():
+        return 0
+    reach = 1
+    for n, stride in zip(t.shape, t.stride(), strict=True):
+        reach += (n - 1) * abs(stride)
+    return reach * t.element_size()
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
@@ -22,10 +24,16 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 def any_overlap(tensors: list[Tensor]) -> bool:
     """Whether any of them begins before another has ended; False of what has no memory."""
     try:
-        spans = sorted((t.data_ptr(), t.data_ptr() + extent(t)) for t in tensors if t.numel())
+        places = list(map(Tensor.data_ptr, tensors))
     except RuntimeError:
         return False
-    return any(end > start for (_, end), (start, _) in pairwise(spans))
+    end = 0
+    for i in sorted(range(len(tensors)), key=places.__getitem__):
+        if size := extent(tensors[i]):
+            if places[i] < end:
+                return True
+            end = places[i] + size
+    return False
 
 
 def overlap_in_part(a: Tensor, b: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, cast, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from wngrad.optim import (
     sharded,
     state,
     step,
+    units,
 )
 from wngrad.optim.directions import Direction
 from wngrad.optim.settings import Group, Settings
@@ -109,48 +110,48 @@ class BlockOptimizer(Optimizer):
 
     def _take(self) -> None:
         """The step itself, with the gradients there are."""
-        self._refuse_within_averaged()
+        if self._swapped:
+            self._refuse_within_averaged()
         engine = None if torch.compiler.is_compiling() else self._engine
-        memo = None if engine is None else engine.memo
-        if engine is not None:
-            engine.steps += 1
-            if engine.steps == report.WARN_AFTER + 1:
-                report.warn_of_small_rate(self)
-        now = []
-        for group in self.param_groups:
-            settings.rename(self._owner, self.Settings, group)
-            now.append(settings.read(self._owner, self.Settings, group, memo))
-            checks.rate_now(self._owner, group["lr"])
+        now = self._current_settings(engine)
         if engine is not None and engine.repeat(self, now):
             return
-        with torch.set_grad_enabled(any(each.differentiable for each in now)):
+        differentiable = False
+        for settings_now in now:
+            differentiable = differentiable or settings_now.differentiable
+        with torch.set_grad_enabled(differentiable):
             steps = step.collect(self, now)
             # A trace would lose new state, and cannot see sparse gradients.
-            if any(s.lacks_state or cast(Tensor, s.param.grad).is_sparse for s in steps):
-                self._eager_update(steps, now)
-            else:
-                self._update(steps, now)
+            lacks = False
+            for s in steps:
+                kept = self.state.get(s.param, {})
+                lacks = lacks or not s.shapes.keys() <= kept.keys() or s.param.grad.is_sparse
+            (self._eager_update if lacks else self._update)(steps, now, engine)
 
-    def _update(self, steps: list[step.Step], now: list[Settings]) -> None:
+    def _update(
+        self, steps: list[step.Step], now: list[Settings], engine: fused.Engine | None
+    ) -> None:
         """Propose, rule, move: by kernels where they can, and plainly where not."""
-        units = step.units(self, steps)
-        if not torch.compiler.is_compiling():
-            units, launch = self._engine.take(self, now, units)
-        batches = step.propose(units)
-        step.rule(self._owner, units, batches)
-        if not torch.compiler.is_compiling():
+        parts, launch = units.units(self, steps), None
+        if engine is not None:
+            parts, launch = engine.take(self, now, parts)
+        batches = step.propose(parts)
+        step.rule(type(self).__name__, parts, batches)
+        if launch is not None:
             launch()
         step.move(batches)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _eager_update(self, steps: list[step.Step], now: list[Settings]) -> None:
+    def _eager_update(
+        self, steps: list[step.Step], now: list[Settings], engine: fused.Engine | None
+    ) -> None:
         """An update outside any trace; takes back the state it made if it fails."""
         before = {s.param: dict(self.state[s.param]) for s in steps if s.param in self.state}
         try:
             for s in steps:
                 group = self.param_groups[s.group]
                 state.make(group, s.param, self.state[s.param], s.shapes, s.direction)
-            self._update(steps, now)
+            self._update(steps, now, self._engine)
         except BaseException:
             for s in steps:
                 self.state.pop(s.param, None)
@@ -160,6 +161,20 @@ class BlockOptimizer(Optimizer):
     def _refuse_within_averaged(self) -> None:
         if self._swapped:
             raise RuntimeError(f"{self._owner}: `step` must not be taken within `averaged`.")
+
+    def _current_settings(self, engine: fused.Engine | None) -> list[Settings]:
+        """The settings of all groups as they are now, checked."""
+        owner, kind, memo = type(self).__name__, self.Settings, None
+        if engine is not None:
+            memo = engine.memo
+            engine.steps += 1
+            if engine.steps == report.WARN_AFTER + 1:
+                report.warn_of_small_rate(self)
+        now = []
+        for group in self.param_groups:
+            settings.rename(owner, kind, group)
+            now.append(settings.read(owner, kind, group, memo))
+        return now
 
     # ---------------------------------------------------------------- groups and checkpoints
 
@@ -189,10 +204,9 @@ class BlockOptimizer(Optimizer):
         settings.fit(owner, group)
         for i, p in enumerate(tensors):
             sharded.check(owner, p, state.shape_of({**group, "params": tensors}, i))
-            checks.representable(owner, group["b_init"], state.b_dtype(p))
+            checks.representable(owner, group["b_init"], p.dtype)
             if group["fused"] and not fused.is_quietly_plain(p):
-                if (reason := fused.why_never(self, p, self._settings(group))) is not None:
-                    fused.refuse(owner, p, reason)
+                fused.insist(self, p, self._settings(group))
         param_group.update(group)  # as with torch, it stays the same object
         settings.rename(owner, self.Settings, param_group)
         super().add_param_group(param_group)

@@ -23,12 +23,11 @@ from typing import (
     get_args,
 )
 
-import torch
 from torch import Tensor
 
 from wngrad.optim import checks, sharded
 from wngrad.optim.blocks import NAMES, Per, Shape, named_shape, resolve
-from wngrad.optim.checks import BInit, Check
+from wngrad.optim.checks import MAX_RATE, BInit, Check
 
 Nonfinite = Literal["propagate", "skip", "raise"]
 Group = dict[str, Any]  # torch's: the settings of some parameters, by name, and "params"
@@ -209,8 +208,11 @@ def check_defaults(owner: str, kind: type[Settings], given: dict[str, Any]) -> N
 
 def numbers(group: Group) -> Group:
     """The group with numbers in the place of tensors but λ; itself where there are none."""
-    tensors = [name for name, v in group.items() if isinstance(v, Tensor) and name != "lr"]
-    return {**group, **{name: checks.item(group[name]) for name in tensors}} if tensors else group
+    tensors = {}
+    for name, value in group.items():
+        if isinstance(value, Tensor) and name != "lr":
+            tensors[name] = checks.item(value)
+    return {**group, **tensors} if tensors else group
 
 
 def rename(owner: str, kind: type[Settings], group: Group) -> None:
@@ -228,12 +230,15 @@ Memo = dict[int, tuple[tuple[Any, ...], tuple[int, ...], Settings]]
 
 
 def read(owner: str, kind: type[Settings], group: Group, memo: Memo | None = None) -> Settings:
-    """The settings of a group as they are now, checked before each step.
+    """The settings of a group as they are now, checked before each step, as λ is.
 
     Args:
         memo: what was checked before; the same objects need no second check. None for a compiler,
             which knows neither `itemgetter` nor caches.
     """
+    lr = group["lr"]
+    if not isinstance(lr, Tensor) and not (type(lr) is float and -MAX_RATE <= lr <= MAX_RATE):
+        checks.rate_now(owner, lr)
     if memo is None:
         return _checked(owner, kind, tuple([group[name] for name in kind.checks]))
     alone = not group["joint"] and not isinstance(group["per"], list)

@@ -250,8 +250,9 @@ def _check_values(
         real = key in PER_BLOCK or not p.is_complex()
         tensor = isinstance(value, Tensor)
         if not tensor or value.dtype == torch.bool or (real and value.is_complex()):
+            kind = "a real tensor" if real else "a tensor"
             raise ValueError(
-                f"{owner}: `state_dict` must hold `{key}` as {'a real tensor' if real else 'a tensor'}, got "
+                f"{owner}: `state_dict` must hold `{key}` as {kind}, got "
                 f"{value.dtype if tensor else type(value).__name__} for a parameter of shape "
                 f"{tuple(p.shape)}."
             )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from wngrad.optim.fused.eligibility import Stepper, is_quietly_plain, refuse, why_never
+from wngrad.optim.fused.eligibility import Stepper, insist, is_quietly_plain, why_never
 from wngrad.optim.fused.engine import Engine
 from wngrad.optim.settings import Settings
 
-__all__ = ["Engine", "Reasons", "is_quietly_plain", "refuse", "why_never", "why_plain"]
+__all__ = ["Engine", "Reasons", "insist", "is_quietly_plain", "why_plain"]
 
 
 class Reasons(dict[Tensor, str]):

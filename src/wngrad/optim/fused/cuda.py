@@ -14,7 +14,7 @@ from wngrad.optim.fused.method import Method
 from wngrad.optim.fused.records import DTYPES, Refused
 from wngrad.optim.fused.tables import LaunchBatch, SplitStep, Table
 from wngrad.optim.fused.tiling import Tiling
-from wngrad.optim.step import Unit
+from wngrad.optim.units import Unit
 
 
 class Launch:

@@ -18,7 +18,8 @@ from wngrad.optim.fused.records import DTYPES, RULES
 from wngrad.optim.fused.snapshot import UNKNOWN_KIND, rate
 from wngrad.optim.settings import Settings
 from wngrad.optim.state import AVERAGE
-from wngrad.optim.step import Step, Unit, alone
+from wngrad.optim.units import Unit, alone
+from wngrad.optim.views import Step
 
 
 class Stepper(Protocol):
@@ -54,14 +55,11 @@ def in_dispatch_mode() -> bool:
 
 def is_possible(optimizer: Stepper, settings: list[Settings]) -> bool:
     """Whether any parameter may take the fused step; if none may there is no more to ask."""
-    if in_dispatch_mode():
-        return False
-    if momentum_setting(optimizer) is None:
-        return any(its.fused for its in settings)  # which will be refused
-    return any(
-        its.fused or (its.fused is None and any(map(_may, group["params"])))
-        for group, its in zip(optimizer.param_groups, settings, strict=True)
-    )
+    known = momentum_setting(optimizer) is not None
+    for group, checked in zip(optimizer.param_groups, settings, strict=True):
+        if checked.fused or (checked.fused is None and known and any(map(_may, group["params"]))):
+            return not in_dispatch_mode()
+    return False
 
 
 def _may(p: Tensor) -> bool:
@@ -209,6 +207,12 @@ def _is_solid(t: Tensor) -> bool:
 
 def _readable(t: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
     return t.dtype == dtype and t.device == device and t.is_contiguous()
+
+
+def insist(optimizer: Stepper, p: Tensor, settings: Settings) -> None:
+    """Refuse `fused=True` for a parameter that can never take the fused step."""
+    if (reason := why_never(optimizer, p, settings)) is not None:
+        refuse(type(optimizer).__name__, p, reason)
 
 
 def refuse(owner: str, p: Tensor, reason: str) -> NoReturn:

@@ -25,7 +25,7 @@ from wngrad.optim.fused.method import Method, method
 from wngrad.optim.fused.snapshot import Snapshot, Snapshots
 from wngrad.optim.fused.tiling import SMALL, Tiling, tiling
 from wngrad.optim.settings import Memo, Settings
-from wngrad.optim.step import Unit
+from wngrad.optim.units import Unit
 
 Launch: TypeAlias = cpu.Launch | cuda.Launch
 _MOST = 16  # launches kept at most, for models that train other parameters in every step

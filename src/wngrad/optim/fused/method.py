@@ -13,7 +13,8 @@ from wngrad.optim.directions import Adam
 from wngrad.optim.fused.layout import tensors
 from wngrad.optim.fused.records import DECAYS, RULES, Decay, Rule, address, bits
 from wngrad.optim.settings import Settings
-from wngrad.optim.step import Step, Unit
+from wngrad.optim.units import Unit
+from wngrad.optim.views import Step
 
 
 def places(view: Step) -> tuple[int, ...]:
