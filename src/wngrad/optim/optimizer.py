@@ -121,12 +121,10 @@ class BlockOptimizer(Optimizer):
             differentiable = differentiable or settings_now.differentiable
         with torch.set_grad_enabled(differentiable):
             steps = step.collect(self, now)
-            # A trace would lose new state, and cannot see sparse gradients.
-            lacks = False
+            untraceable = False
             for s in steps:
-                kept = self.state.get(s.param, {})
-                lacks = lacks or not s.shapes.keys() <= kept.keys() or s.param.grad.is_sparse
-            (self._eager_update if lacks else self._update)(steps, now, engine)
+                untraceable = untraceable or s.untraceable
+            (self._eager_update if untraceable else self._update)(steps, now, engine)
 
     def _update(
         self, steps: list[step.Step], now: list[Settings], engine: fused.Engine | None

@@ -48,11 +48,13 @@ def collect(opt: Any, settings: Sequence[Settings]) -> list[Step]:
         for i, p in enumerate(group["params"]):
             if p.grad is not None:
                 direction = opt.direction(group, p)
-                facts = direction, state.wanted(group, i, direction), state.holds(group, p)
+                shapes, kept = state.wanted(group, i, direction), opt.state.get(p, {})
+                facts = direction, shapes, state.holds(group, p), scale, traced
+                untraceable = not shapes.keys() <= kept.keys() or p.grad.is_sparse
                 is_shard = hasattr(p, "to_local")
-                steps.append(Step(p, number, checked, lam, *facts, scale, traced, is_shard))
-    for step in steps:
-        _check(type(opt).__name__, step, opt.state.get(step.param, {}))
+                step = Step(p, number, checked, lam, *facts, untraceable, is_shard)
+                _check(type(opt).__name__, step, kept)
+                steps.append(step)
     return steps
 
 
