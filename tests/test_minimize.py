@@ -20,7 +20,7 @@ import paper
 from conftest import jax_in_float64
 from wngrad import EvaluationError, gradient_descent, minimize, scipy_method
 from wngrad.batch import Status
-from wngrad.batch.descent import StartError
+from wngrad.batch.minimizer import StartError
 from wngrad.problems import ZOO, logistic, quadratic, styblinski_tang
 
 BOWL = quadratic((1.0, 3.0, 10.0))

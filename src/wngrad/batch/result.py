@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -99,6 +99,35 @@ class Result:
         return certify(self, lipschitz=lipschitz, f_star=f_star, rounding=rounding)
 
 
+@dataclass(frozen=True, slots=True)
+class StochasticResult:
+    """A finished stochastic run."""
+
+    x: Any  # the last iterate
+    x_mean: Any  # x̄_k, the mean of x₁ … x_k
+    fun: float | None  # f at x, if f was given
+    fun_mean: float | None  # f at x̄_k
+    nit: int
+    status: Status
+    message: str
+    b: float
+    b_first: float
+    grad_first: float  # ‖g₁‖
+    grad_min: float
+    grad_max: float
+    method: str
+
+    @property
+    def success(self) -> bool:
+        return self.status is Status.CONVERGED
+
+    def certify(self, **known: float) -> Certificate:
+        """Section 3's inequalities; see `wngrad.batch.certificate.certify_stochastic`."""
+        from wngrad.batch.certificate import certify_stochastic
+
+        return certify_stochastic(self, **known)
+
+
 class EvaluationError(RuntimeError):
     """f, its gradient or the callback raised; `result` keeps the last good point."""
 
@@ -108,3 +137,17 @@ class EvaluationError(RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:  # for pickle, and so for a pool of processes
         return type(self), (*self.args, self.result)
+
+
+def raise_with(error: BaseException, owner: str, result: Any) -> NoReturn:
+    """Pass on what f, its gradient or the callback raised, with the last good point."""
+    if isinstance(error, KeyboardInterrupt):
+        error.result = result  # type: ignore[attr-defined]
+        raise error
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
+        error = error.__cause__  # a generator must not let it through as it is (PEP 479)
+    raise EvaluationError(
+        f"{owner}: {type(error).__name__} after step {result.nit} ({error}); "
+        f"the last good point is in this error's `result`.",
+        result,
+    ) from error

@@ -12,9 +12,9 @@ from typing import Any, cast
 import numpy as np
 
 from wngrad.batch.arrays import ROUNDING_UNITS, kind_of
-from wngrad.batch.descent import StartError
-from wngrad.batch.minimizer import check_count, minimize
-from wngrad.batch.observer import BestPoint, Point
+from wngrad.batch.iterates import Point
+from wngrad.batch.minimizer import StartError, check_count, minimize
+from wngrad.batch.observer import BestPoint
 from wngrad.batch.result import Result, Status
 
 _OWNER = "scipy_method"
@@ -41,16 +41,18 @@ def scipy_method(
     _warn_unused(options)
     disp = bool(options.get("disp"))
     chosen = _translated({key: value for key, value in options.items() if value is not None})
-    if kind_of(x0).gradient_of is None:
+    kind = kind_of(x0)
+    if kind.gradient_of is None:
         chosen.setdefault("jac", "3-point")
     callback = chosen.pop("callback", None)
     if callback is not None and not callable(callback):
         raise TypeError(f"{_OWNER}: `callback` must be a function, got {callback!r}.")
-    best = BestPoint(None if callback is None else (callback := _Callback(callback)))
+    callback = None if callback is None else _Callback(callback)
+    best = BestPoint(callback, kind)
     try:
         res = minimize(fun, x0, args=args, callback=cast(Any, best), **chosen)
     except StartError as start:
-        x, g, sq, value = start.point
+        x, g, sq, value, _ = start.point
         result = OptimizeResult(
             status=int(Status.NOT_FINITE), message=str(start), success=False, x=x, fun=value, jac=g,
             nit=0, nfev=1, njev=1, sq_norm=sq,
