@@ -207,6 +207,26 @@ def test_a_function_that_raises_midway_keeps_the_last_good_point():
     assert isinstance(info.value.__cause__, FloatingPointError)
 
 
+@pytest.mark.parametrize("at", ["gradient", "f"])
+def test_a_function_that_runs_out_of_data_is_named(at):
+    """A StopIteration of its own is not the end of ours."""
+    batches = iter([1.0] * 5)
+
+    def value(x):
+        return BOWL.f(x) * (next(batches) if at == "f" else 1.0)
+
+    def grad(x):
+        return BOWL.grad(x) * (next(batches) if at == "gradient" else 1.0)
+
+    with pytest.raises(
+        EvaluationError, match=r"^minimize: StopIteration after step 4 \(\)"
+    ) as info:
+        minimize(value, BOWL.x0, jac=grad, trace=True)
+    assert isinstance(info.value.__cause__, StopIteration)
+    assert info.value.result.status is Status.RAISED
+    assert len(info.value.result.trace) == 5
+
+
 def test_callbacks_by_scipys_convention():
     seen = []
     res = bowl(callback=lambda xk: seen.append(xk.copy()))
@@ -542,6 +562,14 @@ def test_a_gradient_may_change_its_type_on_the_way():
     res = minimize(BOWL.f, BOWL.x0, jac=lambda x: forms[next(counts) % 4](BOWL.grad(x)), tol=1e-8)
     assert res.success
     assert res.x.dtype == np.float64
+
+
+@pytest.mark.parametrize("array", [torch.ones, jnp.ones])
+def test_a_gradient_may_be_a_list_or_an_array_of_numpys(array):
+    for form in (np.asarray, lambda g: np.asarray(g).tolist()):
+        res = minimize(lambda x: (x * x).sum(), array((2, 3)), jac=lambda x, form=form: form(2 * x))
+        assert res.success
+        assert type(res.jac) is type(res.x)
 
 
 def test_the_type_of_x_survives_a_wider_gradient():

@@ -226,13 +226,6 @@ def _torch() -> Kind:
 
         return value_and_gradient
 
-    def plain(f: Callable[..., Any]) -> Callable[..., Any]:
-        def detached(x: Array) -> Any:
-            with torch.no_grad():
-                return f(x)
-
-        return detached
-
     def sq_norm(g: Array) -> float:
         flat = g.detach().flatten()
         flat = flat if flat.device.type == "mps" else flat.double()  # which has no float64
@@ -244,7 +237,7 @@ def _torch() -> Kind:
         copy=lambda x: x.detach().clone(),
         to_numpy=lambda x: x.detach().cpu().numpy(),
         cast=lambda a, like: torch.as_tensor(a).detach().to(like),
-        plain=plain,
+        plain=lambda f: torch.no_grad()(f),
         gradient_of=gradient_of,
     )
 

@@ -160,10 +160,8 @@ def certify(
         return draft.finish(f"Lemmas 2.1 to 2.6 and Theorem 2.3: {missing} not given")
     known = lemmas.Known(float(lipschitz), float(f_star))
     lemmas.hypotheses(draft, run, known)
-    if run.method == "constant":
-        lemmas.lemma_2_1(draft, run, known)
-    else:
-        lemmas.theorem_2_3(draft, run, known)
+    lemmas.rate(draft, run, known)
+    if run.method == "wngrad":
         lemmas.lemmas_2_4_to_2_6(draft, run, known)
     lemmas.descent_lemma(draft, run, known)
     return draft.finish()
@@ -195,18 +193,11 @@ def _agreement(draft: Draft, run: Result) -> None:
         max(0.0, run.best - run.sq_norm),
     ]
     if t is not None:
-        pairs = (
-            (run.b, t.b[-1]),
-            (run.start.b, t.b[0]),
-            (run.sq_norm, t.sq_norm[-1]),
-            (run.start.sq_norm, t.sq_norm[0]),
-            (run.best, t.sq_norm.min()),
-            (run.start.fun, t.fun[0]),
-            (run.fun, t.fun[-1]),
-            (run.nit + 1, len(t)),
-            (norm(kind_of(run.x), run.x), t.x_norm[-1]),
-        )
-        apart += [_apart(float(x), float(y)) for x, y in pairs]
+        ours = [run.b, run.start.b, run.sq_norm, run.start.sq_norm, run.best]
+        ours += [run.start.fun, run.fun, run.nit + 1, norm(kind_of(run.x), run.x)]
+        traced = [t.b[-1], t.b[0], t.sq_norm[-1], t.sq_norm[0], t.sq_norm.min()]
+        traced += [t.fun[0], t.fun[-1], len(t), t.x_norm[-1]]
+        apart += [_apart(float(x), float(y)) for x, y in zip(ours, traced, strict=True)]
     draft.claim("the parts of the result agree", max(apart), 1e-12)
     if run.success:
         draft.claim("‖∇f(x)‖² ≤ ε at the end", run.sq_norm, run.tol)
@@ -297,7 +288,7 @@ def certify_stochastic(
         text = f"some ‖g_k‖ ≤ G = {bound:.6g} (smallest {run.grad_min:.6g})"
         bounded = draft.check(text, run.grad_min <= bound * grace)
     text = f"b₁ = {run.b_first:.6g} ≥ ‖g₁‖ = {run.grad_first:.6g}"
-    if not (bounds.well_started(run.b_first, run.grad_first) and steep):
+    if not (bounds.at_least(run.b_first, run.grad_first) and steep):
         return draft.finish(f"b_k ≥ γ√k and Theorem 3.1: need {text} and ‖g_k‖ ≥ γ")
     draft.verified.append(text)
     k = run.nit + 1

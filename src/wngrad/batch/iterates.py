@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from wngrad import rule
 
@@ -30,14 +30,12 @@ class Point(NamedTuple):
     b: float = math.nan  # which divides the step from here
 
 
-# What the loops hand on is a plain tuple of those five: a record takes longer to make.
-Numbers: TypeAlias = tuple[Any, Any, float, Any, float]
-
-
 def iterates(
     start: Point, evaluate: Evaluate, sq_norm: Callable[[Any], float], next_b: Update, name: str
-) -> Iterator[Numbers]:
+) -> Iterator[tuple[Any, Any, float, Any, float]]:
     """x₁, x₂, … and what belongs to them; ends before a point that is not finite.
+
+    Each comes as a plain tuple of a `Point`'s five parts, which takes less time to make.
 
     Args:
         start: x₁, with b₁.

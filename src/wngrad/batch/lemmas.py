@@ -49,60 +49,41 @@ def hypotheses(draft: Draft, run: Result, known: Known) -> None:
     draft.check(f"{text} (lowest {lowest:.6g})", lowest >= f_star - slack)
 
 
-# ---------------------------------------------------------------- rates
+def rate(draft: Draft, run: Result, known: Known) -> None:
+    """Lemma 2.1 for a constant step of δ/L, Theorem 2.3 for WNGrad.
 
-
-def lemma_2_1(draft: Draft, run: Result, known: Known) -> None:
-    """The rate of a constant step of δ/L with δ ≤ 1."""
-    delta = known.lipschitz / run.start.b
-    if not bounds.short_step(run.start.b, known.lipschitz):
-        draft.not_claimed.append(f"Lemma 2.1: the step is {delta:.4g}/L, above 1/L")
-        return
-    delta = min(1.0, delta)
-    numbers = {"lipschitz": known.lipschitz, "gap": _gap(draft, run, known), "delta": delta}
-    steps = partial(bounds.lemma_2_1_steps, **numbers)
-    smallest = steps(tol=1.0) / (run.nit + 1)
-    _rate(draft, run, f"Lemma 2.1, δ = {delta:.4g}", steps, smallest, known.given)
-
-
-def theorem_2_3(draft: Draft, run: Result, known: Known) -> None:
-    """WNGrad's rate, from a b₁ above L (case 1) or below it (case 2)."""
-    case = 1 if run.start.b >= known.lipschitz else 2
-    if case == 2 and not _started_well(draft, run):
-        draft.not_claimed.append("Theorem 2.3, case 2: b₁ < ‖∇f(x₁)‖")
-        return
-    numbers = {**_start(run, known), "gap": _gap(draft, run, known)}
-    steps = partial(bounds.theorem_2_3_steps, **numbers)
-    smallest = bounds.theorem_2_3_sq_norm(**numbers, points=run.nit + 1)
-    _rate(draft, run, f"Theorem 2.3, case {case}", steps, smallest, known.given)
-
-
-def _gap(draft: Draft, run: Result, known: Known) -> float:
-    """f(x₁) − f*, and what rounding may have taken from it."""
-    value, f_star = run.start.fun, known.f_star
-    return max(0.0, value - f_star) + draft.rounding * max(abs(value), abs(f_star))
-
-
-def _rate(
-    draft: Draft,
-    run: Result,
-    name: str,
-    steps: Callable[..., float],
-    smallest: float,
-    given: tuple[str, ...],
-) -> None:
-    """A rate, read both ways: how many points to ε, and how small by now."""
+    Read both ways: how many points it takes to ε, and how small ‖∇f‖² is by now.
+    """
+    (lipschitz, f_star), b1, f1 = known, run.start.b, run.start.fun
+    # f(x₁) − f*, and what rounding may have taken from it.
+    gap = max(0.0, f1 - f_star) + draft.rounding * max(abs(f1), abs(f_star))
+    steps: Callable[..., float]
+    if run.method == "constant":
+        delta = lipschitz / b1
+        if not bounds.at_least(b1, lipschitz):
+            draft.not_claimed.append(f"Lemma 2.1: the step is {delta:.4g}/L, above 1/L")
+            return
+        delta = min(1.0, delta)
+        name = f"Lemma 2.1, δ = {delta:.4g}"
+        steps = partial(bounds.lemma_2_1_steps, lipschitz=lipschitz, gap=gap, delta=delta)
+        smallest = steps(tol=1.0) / (run.nit + 1)
+    else:
+        case = 1 if b1 >= lipschitz else 2  # from a b₁ above L, or below it
+        if case == 2 and not _started_well(draft, run):
+            draft.not_claimed.append("Theorem 2.3, case 2: b₁ < ‖∇f(x₁)‖")
+            return
+        name, numbers = f"Theorem 2.3, case {case}", {**_start(run, known), "gap": gap}
+        steps = partial(bounds.theorem_2_3_steps, **numbers)
+        smallest = bounds.theorem_2_3_sq_norm(**numbers, points=run.nit + 1)
     if run.success and run.tol > 0:
         most = max(1.0, bounds.ceil(steps(tol=run.tol)))
-        draft.claim(f"{name}: points until ‖∇f‖² ≤ {run.tol:g}", run.nit + 1, most, given)
+        draft.claim(f"{name}: points until ‖∇f‖² ≤ {run.tol:g}", run.nit + 1, most, known.given)
     elif run.tol > 0:
         draft.not_claimed.append(f"{name}: points until ε, since the run ended before it")
     if math.isfinite(smallest):
         text = f"{name}: smallest ‖∇f‖² of {run.nit + 1} points"
-        draft.claim(text, run.best, smallest, given, draft.rounding * run.start.sq_norm)
-
-
-# ---------------------------------------------------------------- along the run
+        rounding = draft.rounding * run.start.sq_norm
+        draft.claim(text, run.best, smallest, known.given, rounding)
 
 
 def lemmas_2_4_to_2_6(draft: Draft, run: Result, known: Known) -> None:
@@ -181,7 +162,7 @@ def _start(run: Result, known: Known) -> dict[str, float]:
 def _started_well(draft: Draft, run: Result) -> bool:
     norm = math.sqrt(run.start.sq_norm)
     text = f"b₁ = {run.start.b:.6g} ≥ ‖∇f(x₁)‖ = {norm:.6g}"
-    good = bounds.well_started(run.start.b, norm)
+    good = bounds.at_least(run.start.b, norm)
     if good and text not in draft.verified:
         draft.verified.append(text)
     return good

@@ -16,8 +16,8 @@ from wngrad.b_init import parse_b_init
 from wngrad.batch import arrays
 from wngrad.batch.arrays import Array, Kind
 from wngrad.batch.iterates import UPDATES, Point, iterates
-from wngrad.batch.observer import BestPoint, Progress, Recorder, Watcher, by_scipys_convention
-from wngrad.batch.result import F_NOT_FINITE, MESSAGES, Result, Start, Status, raise_with
+from wngrad.batch.observer import BestPoint, Callback, Progress, Recorder, Watcher
+from wngrad.batch.result import MESSAGES, Result, Start, Status, raise_with
 
 BInit = float | Literal["gradient", "lipschitz"] | tuple[Literal["gradient", "lipschitz"], float]
 Method = Literal["wngrad", "adagrad-norm", "constant"]
@@ -98,39 +98,23 @@ def minimize(
     check_count(owner, "max_steps", max_steps, least=0)
     if not (isinstance(max_seconds, Real) and float(max_seconds) >= 0):
         raise ValueError(f"{owner}: `max_seconds` must be >= 0, got {max_seconds!r}.")
+    tol, max_steps, max_seconds = float(tol), int(max_steps), float(max_seconds)
     kind, x = arrays.start(owner, x0)
     function = Function(f, jac, args if isinstance(args, tuple) else (args,), kind)
     line, recorder = Progress() if progress else None, Recorder(kind) if trace else None
-    watchers: list[Watcher] = [watcher for watcher in (line, recorder) if watcher is not None]
+    watch: Watcher | None = None
     if callback is not None:
-        ours = isinstance(callback, BestPoint)
-        watchers.append(callback if ours else by_scipys_convention(callback, kind))
+        watch = callback if isinstance(callback, BestPoint) else Callback(callback, kind)
+    watchers = [watcher for watcher in (line, recorder, watch) if watcher is not None]
     first = function.first(x)
     b = _first_b(way, first, function, int(seed))
     if method == "adagrad-norm":
         b = UPDATES[method](b, first.sq, 1)
     function.everywhere = trace or callback is not None
-    limits = float(tol), int(max_steps), float(max_seconds)
-    try:
-        return _descend(function, method, first._replace(b=b), limits, watchers, recorder)
-    finally:
-        if line is not None:
-            line.close()
-
-
-def _descend(
-    function: Function,
-    method: str,
-    first: Point,
-    limits: tuple[float, int, float],
-    watchers: list[Watcher],
-    recorder: Recorder | None,
-) -> Result:
-    """The result of a run from its first point. What nobody asked for costs nothing."""
-    (tol, max_steps, seconds), (x, g, sq, value, b) = limits, first
-    nit, best, before = 0, sq, x
-    deadline = time.monotonic() + seconds if seconds < math.inf else None
-    points = iterates(first, function, function.kind.sq_norm, UPDATES[method], "jac")
+    points = iterates(first._replace(b=b), function, kind.sq_norm, UPDATES[method], "jac")
+    x, g, sq, value = first[:4]
+    nit, best, start, before = 0, sq, Start(b, sq, value), None
+    deadline = time.monotonic() + max_seconds if max_seconds < math.inf else None
 
     def result(status: Status, message: str = "") -> Result:
         """The run up to its last good point."""
@@ -149,12 +133,12 @@ def _descend(
             best=best,
             tol=tol,
             method=method,
-            start=Start(first.b, first.sq, first.value),
+            start=start,
             eps=arrays.epsilon(x),
             trace=None if recorder is None else recorder.trace,
         )
 
-    try:
+    try:  # What nobody asked for costs nothing in this loop.
         for nit, (x, g, sq, value, b) in enumerate(points):
             best = sq if sq < best else best
             if watchers:
@@ -173,16 +157,21 @@ def _descend(
                 if nit and arrays.equal(rule.step(x, g, b), x):
                     status = Status.STALLED
                 break
-            before = x
+            if (nit + 1) % _RARELY == 0:
+                before = x
         else:
             status = Status.NOT_FINITE
             function.extra += 1  # the point that is not finite
         if value is None:
             value = function.value(x)
             if not math.isfinite(value):
-                return result(Status.NOT_FINITE, F_NOT_FINITE)
+                # Evaluated at the ends alone, it leaves nobody who knows the last good point.
+                return result(Status.NOT_FINITE, "f is not finite at x, though ∇f and b are.")
     except (Exception, KeyboardInterrupt) as error:
-        raise_with(error, "minimize", result(Status.RAISED))
+        raise_with(error, owner, result(Status.RAISED))
+    finally:
+        if line is not None:
+            line.close()
     return result(status)
 
 

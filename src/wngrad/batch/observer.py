@@ -32,43 +32,44 @@ class Intermediate(NamedTuple):
     sq_norm: float
 
 
-def by_scipys_convention(callback: Any, kind: Kind) -> Watcher:
-    """The watcher that hands a copy of every point but the first to a callback."""
-    if not callable(callback):
-        raise TypeError(f"minimize: `callback` must be a function, got {callback!r}.")
-    try:
-        named = "intermediate_result" in inspect.signature(callback).parameters
-    except ValueError:  # a built-in without a signature
-        named = False
+class Callback:
+    """A watcher that hands a copy of every point but the first to a callback, as scipy does."""
 
-    def watch(nit: int, point: Point) -> bool:
+    raised = False  # StopIteration, which stops the run as True does
+
+    def __init__(self, callback: Any, kind: Kind, record: Callable[..., Any] = Intermediate):
+        if not callable(callback):
+            raise TypeError(f"minimize: `callback` must be a function, got {callback!r}.")
+        try:
+            self._named = "intermediate_result" in inspect.signature(callback).parameters
+        except ValueError:  # a built-in without a signature
+            self._named = False
+        self._callback, self._copy, self._record = callback, kind.copy, record
+
+    def __call__(self, nit: int, point: Point) -> bool:
         if nit == 0:
             return False
-        x = kind.copy(point.x)
+        x, value = self._copy(point.x), float(point.value)
+        now = self._record(x=x, fun=value, nit=nit, b=point.b, sq_norm=point.sq)
         try:
-            if named:
-                now = Intermediate(x, float(point.value), nit, point.b, point.sq)
-                answer = callback(intermediate_result=now)
-            else:
-                answer = callback(x)
+            answer = self._callback(intermediate_result=now) if self._named else self._callback(x)
         except StopIteration:
+            self.raised = True
             return True
         return isinstance(answer, (bool, np.bool_)) and bool(answer)
-
-    return watch
 
 
 class BestPoint:
     """A watcher that keeps the point of the smallest f; `minimize` takes it for a callback."""
 
-    def __init__(self, callback: Any, kind: Kind) -> None:
-        self._watch = None if callback is None else by_scipys_convention(callback, kind)
+    def __init__(self, callback: Callback | None) -> None:
+        self.callback = callback
         self.point: Point | None = None
 
     def __call__(self, nit: int, point: Point) -> bool:
         if self.point is None or point.value < self.point.value:
             self.point = point
-        return self._watch is not None and self._watch(nit, point)
+        return self.callback is not None and self.callback(nit, point)
 
 
 class Recorder:

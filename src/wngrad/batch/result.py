@@ -33,8 +33,6 @@ MESSAGES = {
     Status.STOPPED: "The callback stopped the run.",
     Status.RAISED: "f, its gradient or the callback raised; x is the last good point.",
 }
-# Without an observer f is evaluated at the ends alone: then nobody knows the last good point.
-F_NOT_FINITE = "f is not finite at x, though ∇f and b are."
 
 
 @dataclass(frozen=True, slots=True)

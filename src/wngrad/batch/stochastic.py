@@ -68,7 +68,23 @@ def minimize_stochastic(
         True
     """
     owner = "minimize_stochastic"
-    word, number = _checked(owner, steps, schedule, method, b_init, f, tol, check_every)
+    check_count(owner, "steps", steps, least=0)
+    check_count(owner, "check_every", check_every, least=1)
+    if f is None and tol > -math.inf:
+        raise ValueError(f"{owner}: `tol` must come with `f`, got {tol!r} without it.")
+    if schedule is not None and not callable(schedule):
+        raise TypeError(f"{owner}: `schedule` must be a function of k, got {schedule!r}.")
+    if method not in get_args(Method):
+        raise ValueError(f"{owner}: `method` must be 'wngrad' or 'adagrad-norm', got {method!r}.")
+    word, number = checked_b_init(owner, b_init)
+    if word == "lipschitz":
+        raise ValueError(f"{owner}: `b_init` must be a number or 'gradient', got {b_init!r}.")
+    for name, given, default in (("b_init", b_init, "gradient"), ("method", method, "wngrad")):
+        if schedule is not None and given != default:
+            raise ValueError(
+                f"{owner}: `{name}` must not be given with `schedule`, which sets every b, "
+                f"got {given!r}."
+            )
     kind, x = arrays.start(owner, x0)
     rng = np.random.default_rng(seed)
 
@@ -144,27 +160,3 @@ def minimize_stochastic(
     except (Exception, KeyboardInterrupt) as error:
         raise_with(error, owner, result(Status.RAISED))
     return result(status)
-
-
-def _checked(
-    owner: str, steps: int, schedule: Any, method: str, b_init: Any, f: Any, tol: float, every: int
-) -> tuple[str, float]:
-    """The way to b₁ and its number."""
-    check_count(owner, "steps", steps, least=0)
-    check_count(owner, "check_every", every, least=1)
-    if f is None and tol > -math.inf:
-        raise ValueError(f"{owner}: `tol` must come with `f`, got {tol!r} without it.")
-    if schedule is not None and not callable(schedule):
-        raise TypeError(f"{owner}: `schedule` must be a function of k, got {schedule!r}.")
-    if method not in get_args(Method):
-        raise ValueError(f"{owner}: `method` must be 'wngrad' or 'adagrad-norm', got {method!r}.")
-    word, number = checked_b_init(owner, b_init)
-    if word == "lipschitz":
-        raise ValueError(f"{owner}: `b_init` must be a number or 'gradient', got {b_init!r}.")
-    for name, value, default in (("b_init", b_init, "gradient"), ("method", method, "wngrad")):
-        if schedule is not None and value != default:
-            raise ValueError(
-                f"{owner}: `{name}` must not be given with `schedule`, which sets every b, "
-                f"got {value!r}."
-            )
-    return word, number
