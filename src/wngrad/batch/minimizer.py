@@ -188,7 +188,7 @@ class Function:
         self.extra = 0  # gradients that are no point's of the run
         self.f = (lambda x: f(x, *args)) if args else f
         if args and callable(jac):
-            slope = jac
+            slope: Callable[..., Any] = jac
             jac = lambda x: slope(x, *args)  # noqa: E731
         # Finite differences evaluate f by themselves: those calls are counted, too.
         counted = self.evaluate if isinstance(jac, str) else self.f
