@@ -3,9 +3,9 @@
 from wngrad.batch import bounds, schedules, weightnorm
 from wngrad.batch.certificate import Certificate, Claim
 from wngrad.batch.minimizer import BInit, gradient_descent, minimize
-from wngrad.batch.result import EvaluationError, Result, Status, StochasticResult, Trace
+from wngrad.batch.result import EvaluationError, Result, Status, Trace
 from wngrad.batch.scipy_adapter import scipy_method
-from wngrad.batch.stochastic import minimize_stochastic
+from wngrad.batch.stochastic import StochasticResult, minimize_stochastic
 
 __all__ = [
     "BInit",

@@ -96,8 +96,6 @@ def scalar(owner: str, value: Any) -> float:
 
 def oracle(owner: str, f: Callable[..., Any], jac: Any, kind: Kind) -> Oracle:
     """x -> (value or None, gradient), from what the caller gave."""
-    if not callable(f):
-        raise TypeError(f"{owner}: `f` must be a function, got {f!r}.")
     if jac is True:
         return kind.plain(lambda x: f(kind.copy(x)))  # a function may work on its x in place
     if callable(jac):

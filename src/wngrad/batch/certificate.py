@@ -18,7 +18,8 @@ from wngrad.batch.iterates import UPDATES
 from wngrad.batch.result import Status
 
 if TYPE_CHECKING:
-    from wngrad.batch.result import Result, StochasticResult
+    from wngrad.batch.result import Result
+    from wngrad.batch.stochastic import StochasticResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,9 +186,9 @@ class Function:
         self.kind = kind
         self.nfev = 0  # calls of f alone
         self.extra = 0  # gradients that are no point's of the run
-        self.f = (lambda x: f(x, *args)) if args else f
+        self.f: Callable[..., Any] = (lambda x: f(x, *args)) if args else f
         if args and callable(jac):
-            slope: Callable[..., Any] = jac
+            slope = jac
             jac = lambda x: slope(x, *args)  # noqa: E731
         # Finite differences evaluate f by themselves: those calls are counted, too.
         counted = self.evaluate if isinstance(jac, str) else self.f

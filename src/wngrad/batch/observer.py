@@ -37,7 +37,9 @@ class Callback:
 
     raised = False  # StopIteration, which stops the run as True does
 
-    def __init__(self, callback: Any, kind: Kind, record: Callable[..., Any] = Intermediate):
+    def __init__(
+        self, callback: Any, kind: Kind, record: Callable[..., Any] = Intermediate
+    ) -> None:
         if not callable(callback):
             raise TypeError(f"minimize: `callback` must be a function, got {callback!r}.")
         try:

@@ -97,35 +97,6 @@ class Result:
         return certify(self, lipschitz=lipschitz, f_star=f_star, rounding=rounding)
 
 
-@dataclass(frozen=True, slots=True)
-class StochasticResult:
-    """A finished stochastic run."""
-
-    x: Any  # the last iterate
-    x_mean: Any  # x̄_k, the mean of x₁ … x_k
-    fun: float | None  # f at x, if f was given
-    fun_mean: float | None  # f at x̄_k
-    nit: int
-    status: Status
-    message: str
-    b: float
-    b_first: float
-    grad_first: float  # ‖g₁‖
-    grad_min: float
-    grad_max: float
-    method: str
-
-    @property
-    def success(self) -> bool:
-        return self.status is Status.CONVERGED
-
-    def certify(self, **known: float) -> Certificate:
-        """Section 3's inequalities; see `wngrad.batch.certificate.certify_stochastic`."""
-        from wngrad.batch.certificate import certify_stochastic
-
-        return certify_stochastic(self, **known)
-
-
 class EvaluationError(RuntimeError):
     """f, its gradient or the callback raised; `result` keeps the last good point."""
 

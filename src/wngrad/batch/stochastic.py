@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from wngrad import rule
 from wngrad.batch import arrays
+from wngrad.batch.certificate import Certificate, certify_stochastic
 from wngrad.batch.iterates import UPDATES, Point, iterates
 from wngrad.batch.minimizer import check_count, checked_b_init
-from wngrad.batch.result import Status, StochasticResult, raise_with
+from wngrad.batch.result import Status, raise_with
 from wngrad.batch.schedules import Schedule
 
 # (x, random generator) -> a gradient g with E g = ∇f(x)
@@ -25,6 +27,33 @@ _MESSAGES = {
     Status.NOT_FINITE: "A gradient or b was not finite at the next point; x is the last good one.",
     Status.RAISED: "The oracle or f raised; x is the last good point.",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class StochasticResult:
+    """A finished stochastic run."""
+
+    x: Any  # the last iterate
+    x_mean: Any  # x̄_k, the mean of x₁ … x_k
+    fun: float | None  # f at x, if f was given
+    fun_mean: float | None  # f at x̄_k
+    nit: int
+    status: Status
+    message: str
+    b: float
+    b_first: float
+    grad_first: float  # ‖g₁‖
+    grad_min: float
+    grad_max: float
+    method: str
+
+    @property
+    def success(self) -> bool:
+        return self.status is Status.CONVERGED
+
+    def certify(self, **known: float) -> Certificate:
+        """Section 3's inequalities; see `wngrad.batch.certificate.certify_stochastic`."""
+        return certify_stochastic(self, **known)
 
 
 def minimize_stochastic(
