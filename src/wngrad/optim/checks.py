@@ -6,7 +6,7 @@ Those of parameters and gradients are in `inputs`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from numbers import Real
@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn, TypedDict, cast, get_args
 import torch
 from torch import Tensor
 
+from wngrad.b_init import parse_b_init
 from wngrad.optim import sharded
 from wngrad.optim.blocks import NAMES, Per, Shape, named_shape, resolve
 
@@ -105,15 +106,8 @@ def scalar(owner: str, lr: Tensor) -> Tensor:
 
 def b_init(owner: str, name: str, value: object) -> BInit:
     """b₁: a number, or ("gradient", C) for b₁ = C·λ·‖g₁‖."""
-    if isinstance(value, str) and value == "gradient":
-        return ("gradient", 1.0)
-    if isinstance(value, str):
-        raise ValueError(f"{owner}: {_B_INIT}, got {value!r}.")
-    if isinstance(value, Sequence):
-        if len(value) != 2 or value[0] != "gradient":
-            raise ValueError(f"{owner}: {_B_INIT}, got {value!r}.")
-        return ("gradient", finite(owner, name, value[1], above=0))
-    return finite(owner, name, value, above=0)
+    word, number = parse_b_init(owner, value, _B_INIT)
+    return number if word == "number" else ("gradient", number)
 
 
 def _nonfinite(owner: str, name: str, value: object) -> str:
