@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from wngrad import slopes
 from wngrad.optim import checks
+from wngrad.optim.average import snapshot
 
 
 def lipschitz_b_init(
@@ -91,24 +92,22 @@ def _gradient_at(
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Puts parameters, buffers and random states back, whatever happens inside."""
-    tensors = [*model.parameters(), *model.buffers()]
-    before = [t.detach().clone() for t in tensors]
+    """Puts parameters, gradients, buffers and random states back, whatever happens inside."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    restore = snapshot("lipschitz_b_init", tensors)
     grads = [(p, p.grad) for p in model.parameters()]
     buffers = [(module, dict(module.named_buffers(recurse=False))) for module in model.modules()]
-    cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
+    cuda = sorted({t.device.index for _, t in tensors if t.is_cuda})
     with torch.random.fork_rng(devices=cuda):
         try:
             yield
         finally:
-            with torch.no_grad():
-                for t, old in zip(tensors, before, strict=True):
-                    t.copy_(old)
             for p, grad in grads:
                 p.grad = grad
             for module, named in buffers:  # a forward pass may have put new ones in their place
                 for name, buffer in named.items():
                     setattr(module, name, buffer)
+            restore()
 
 
 def _wide(p: Tensor) -> torch.dtype:
