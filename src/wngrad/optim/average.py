@@ -11,7 +11,7 @@ belong to it, which the lab uses, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -77,17 +77,16 @@ def state_dict(
     means = averages(opt)
     if means and not any(p in means for p in model.parameters()):
         raise ValueError(f"{owner}: `model` must have parameters of this optimizer, and has none.")
-    if batches is not None:
-        with swapped(opt, owner, model, batches):
-            return {name: _copied(value) for name, value in model.state_dict().items()}
     _check(owner, model, batches)
-    named = {
-        name: means[p] for name, p in model.named_parameters(remove_duplicate=False) if p in means
-    }
-    return {
-        name: named[name].detach().to(value.dtype, copy=True) if name in named else _copied(value)
-        for name, value in model.state_dict().items()
-    }
+    named = model.named_parameters(remove_duplicate=False)
+    means_by_name = {name: means[p] for name, p in named if p in means}
+    with nullcontext() if batches is None else swapped(opt, owner, model, batches):
+        return {
+            name: means_by_name.get(name, value).detach().to(value.dtype, copy=True)
+            if isinstance(value, Tensor)
+            else value
+            for name, value in model.state_dict().items()
+        }
 
 
 @contextmanager
@@ -215,7 +214,3 @@ def batch_statistics(model: nn.Module, *, anew: bool = False) -> Iterator[None]:
             norm.momentum = momentum
         for module, training in modes:
             module.training = training
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value

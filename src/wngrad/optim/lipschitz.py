@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
@@ -57,37 +56,23 @@ def lipschitz_b_init(
     if not params:
         raise ValueError(f"{owner}: `model` must have a parameter that requires a gradient.")
     eps = max(torch.finfo(p.dtype).eps for p in params)
-    size = slopes.radius(far, _norm(params), eps)
+    size = slopes.radius(far, _norm(_flat(params)), eps)
     generator = torch.Generator().manual_seed(seed)
-    near = []
+    near = []  # points, and the gradients there
     for _ in range(points):
         away = [torch.randn(p.shape, generator=generator, dtype=_wide(p)) for p in params]
-        scale = size / _norm(away)
-        near.append(_gradient_at(model, params, [scale * d for d in away], closure))
-    pairs = ((_apart(u, v), _apart(g, h)) for (u, g), (v, h) in combinations(near, 2))
-    return lam * slopes.largest(owner, "closure", pairs)
-
-
-def _apart(u: Sequence[Tensor], v: Sequence[Tensor]) -> float:
-    return _norm([a - b for a, b in zip(u, v, strict=True)])
-
-
-def _gradient_at(
-    model: nn.Module, params: Sequence[Tensor], away: list[Tensor], closure: Callable[[], Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The point really reached, after rounding to the parameters' type, and the gradient there."""
-    with _untouched(model):
-        with torch.no_grad():
-            for p, d in zip(params, away, strict=True):
-                p.add_(d.to(p.device, p.dtype))
-        with torch.enable_grad():
-            grads = torch.autograd.grad(closure(), params, allow_unused=True)
-        point = [p.detach().to(_wide(p)).cpu().clone() for p in params]
-    zeros = (torch.zeros_like(u) for u in point)
-    return point, [
-        z if g is None else g.detach().to_dense().to(z.dtype).cpu()
-        for g, z in zip(grads, zeros, strict=True)
-    ]
+        scale = size / _norm(_flat(away))
+        with _untouched(model):
+            with torch.no_grad():
+                for p, d in zip(params, away, strict=True):
+                    p.add_((scale * d).to(p.device, p.dtype))
+            with torch.enable_grad():
+                grads = torch.autograd.grad(closure(), params, allow_unused=True)
+            pairs = zip(params, grads, strict=True)
+            dense = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in pairs]
+            near.append((_flat(params), _flat(dense)))  # as it is after rounding to their types
+    distances = ((_norm(u - v), _norm(g - h)) for (u, g), (v, h) in combinations(near, 2))
+    return lam * slopes.largest(owner, "closure", distances)
 
 
 @contextmanager
@@ -114,5 +99,9 @@ def _wide(p: Tensor) -> torch.dtype:
     return torch.complex128 if p.is_complex() else torch.float64
 
 
-def _norm(tensors: Sequence[Tensor]) -> float:
-    return math.sqrt(sum(float(t.detach().to(_wide(t)).abs().square().sum()) for t in tensors))
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.detach().cpu().to(_wide(t)).flatten() for t in tensors])
+
+
+def _norm(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x))

@@ -76,9 +76,9 @@ def propose(shards: Sequence[Shard]) -> list[Tensor]:
     """u of sharded parameters, orthogonalized and scaled: this rank's part."""
     layouts = [shard.direction.layout for shard in shards]
     ahead = [shard.ahead for shard in shards]
-    u = orthogonalize_sharded([shard.p for shard in shards], layouts, ahead)
-    for i, (shard, layout) in enumerate(zip(shards, layouts, strict=True)):
-        u[i] = layout.scale(shard.p.shape) * u[i]
+    params = [shard.p for shard in shards]
+    triples = zip(params, layouts, orthogonalize_sharded(params, layouts, ahead), strict=True)
+    u = [layout.scale(p.shape) * polar for p, layout, polar in triples]
     apart = [i for i, shard in enumerate(shards) if shard.direction.rows_apart]
     for i, rows in zip(apart, _rows_with_gradient([shards[i] for i in apart]), strict=True):
         u[i] = u[i] * rows
@@ -124,7 +124,7 @@ def orthogonalize_sharded(
             stack = part.layout.matrices(local)
             found = [Slice(stack, part.rows, part.columns, part.cuts, groups)]
             if found[0].moves:  # one matrix at a time, so that they can be spread over owners
-                found = [replace(found[0], x=x) for x in stack.split(1)]
+                found = [replace(found[0], x=x) for x in torch.split(stack, 1)]
             slices += found
             places[-1].append((part.layout, local, len(found)))
     narrow = [i for i, each in enumerate(slices) if each.moves and each.wire_type != each.x.dtype]

@@ -30,8 +30,13 @@ class Slice:
 
     @property
     def wire_type(self) -> torch.dtype:
-        """The type in which it travels to its owner, and the result back."""
-        return wire_type(self.x)
+        """The type in which it travels to its owner, and the result back.
+
+        On CUDA `orthogonalize` takes its products in float16 anyway. What travels in a type that
+        is narrower than its own is scaled first.
+        """
+        x = self.x
+        return torch.float16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
 
     @property
     def takes_gram(self) -> bool:
@@ -51,14 +56,6 @@ class Slice:
     def flips(self) -> bool:
         """Whether x has to be transposed for its rows to be whole, where it is cut one way."""
         return self.cuts[0].axis == ROWS
-
-
-def wire_type(x: Tensor) -> torch.dtype:
-    """On CUDA float16, in which `orthogonalize` takes its products there anyway.
-
-    What travels in a type that is narrower than its own is scaled first.
-    """
-    return torch.float16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
 
 
 def alike(keys: Iterable[Any]) -> dict[Any, list[int]]:

@@ -70,7 +70,7 @@ class Lone(Program):
         totals = self._totals()
         for k, (model, opt) in enumerate(zip(self.models, self.optimizers, strict=True)):
             _switch(model, opt, "eval")
-            with opt.averaged() if keeps_average(opt) else nullcontext():
+            with cast(Any, opt).averaged() if keeps_average(opt) else nullcontext():
                 if has_test_weights(opt):
                     self._recompute_statistics(k)
                 for x, y, its in self.test_chunks(totals):
