@@ -87,7 +87,7 @@ def test_what_cannot_be_put_back_is_named_beside_the_error_inside():
     before = copy.deepcopy(model.state_dict())
     refused = pytest.raises(RuntimeError, match=r"`0\.bias` .*\(3,\) .*`1\.running_var`.* mean")
     with refused as error, opt.averaged(model, batches=batches()):
-        model[0].bias.data = torch.zeros(1)
+        model[0].bias.data = torch.zeros(2, 3)  # into which three numbers would broadcast
         model[1].running_var.resize_(2)
         raise ZeroDivisionError
     assert isinstance(error.value.__context__, ZeroDivisionError)

@@ -127,7 +127,7 @@ def orthogonalize_sharded(
                 found = [replace(found[0], x=x) for x in torch.split(stack, 1)]
             slices += found
             places[-1].append((part.layout, local, len(found)))
-    narrow = [i for i, each in enumerate(slices) if each.moves and each.wire_type != each.x.dtype]
+    narrow = [i for i, s in enumerate(slices) if s.moves and s.wire_type != s.x.dtype]
     for i, x in zip(narrow, scaled([slices[i] for i in narrow]), strict=True):
         slices[i] = replace(slices[i], x=x)
     results = iter(_orthogonalized(slices))
@@ -144,14 +144,14 @@ def orthogonalize_sharded(
 
 def _orthogonalized(slices: list[Slice]) -> list[Tensor]:
     """The orthogonalized x of every slice."""
-    small = [i for i, each in enumerate(slices) if each.takes_gram]
+    small = [i for i, s in enumerate(slices) if s.takes_gram]
     out = dict(zip(small, by_gram([slices[i] for i in small]), strict=True))
-    whole = [i for i, each in enumerate(slices) if not each.cuts]
-    ways = alike((each.groups[-1], *each.message[1:]) if each.moves else None for each in slices)
+    whole = [i for i, s in enumerate(slices) if not s.cuts]
+    ways = alike((s.groups[-1], *s.message[1:]) if s.moves else None for s in slices)
     moving = [members for way, members in ways.items() if way is not None]
     exchanges = [Exchange([slices[i] for i in members]) for members in moving]
     owned = [exchange.gather() for exchange in exchanges]
-    rest = [slices[i] for i in whole] + [each for part in owned for each in part]
+    rest = [slices[i] for i in whole] + [s for part in owned for s in part]
     results = iter(_orthogonalized(rest) if moving else orthogonalize_all([s.x for s in rest]))
     out.update([(i, next(results)) for i in whole])
     for members, exchange, part in zip(moving, exchanges, owned, strict=True):

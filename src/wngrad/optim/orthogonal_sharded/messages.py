@@ -21,8 +21,8 @@ from wngrad.polynomials import NOTHING
 
 def scaled(slices: list[Slice]) -> list[Tensor]:
     """x/‖X‖, with the Frobenius norm of the whole matrix, as `orthogonalize` does it."""
-    x = [each.x for each in slices]
-    norms = together(_of_wholes, [each.message for each in slices], in_batches(_norms, x))
+    x = [s.x for s in slices]
+    norms = together(_of_wholes, [s.message for s in slices], in_batches(_norms, x))
     return in_batches(_divided, x, norms)
 
 
@@ -46,7 +46,7 @@ def _of_wholes(message: tuple[Any, ...], pairs: Tensor) -> Tensor:
 
 
 def _divided(x: Tensor, norms: Tensor) -> Tensor:
-    top, norm = (_or_one(each)[:, None, None] for each in norms.unbind(-1))
+    top, norm = (_or_one(size)[:, None, None] for size in norms.unbind(-1))
     x = (x / top).div_(norm)  # NaN everywhere if any part of the matrix is not finite
     return torch.nn.functional.hardshrink(x, NOTHING)  # 0 up to there
 
@@ -61,17 +61,17 @@ def _or_one(x: Tensor) -> Tensor:
 def by_gram(slices: list[Slice]) -> list[Tensor]:
     """The orthogonalized x: P·X, with P from Σ over ranks of XᵣXᵣᵀ."""
     pairs = zip(scaled(slices), slices, strict=True)
-    x = [_exact(x.mT if each.flips else x) for x, each in pairs]
+    x = [_exact(x.mT if s.flips else x) for x, s in pairs]
     halves = in_batches(lambda x: packed(x @ x.mT), x)
     flat = together(
         lambda message, numbers: sharded.sum_over_ranks(numbers, message[0]),
-        [each.message for each in slices],
-        [half.flatten().to(each.x.dtype) for half, each in zip(halves, slices, strict=True)],
+        [s.message for s in slices],
+        [half.flatten().to(s.x.dtype) for half, s in zip(halves, slices, strict=True)],
     )
     sums = [t.to(half.dtype).view_as(half) for t, half in zip(flat, halves, strict=True)]
     factors = in_batches(lambda half: gram_factor(unpacked(half)), sums)
     results = zip(in_batches(torch.matmul, factors, x), slices, strict=True)
-    return [(u.mT if each.flips else u).to(each.x.dtype) for u, each in results]
+    return [(u.mT if s.flips else u).to(s.x.dtype) for u, s in results]
 
 
 def _exact(x: Tensor) -> Tensor:
@@ -118,21 +118,21 @@ class Exchange:
     def gather(self) -> list[Slice]:
         """The matrices that this rank owns, with the last of their cuts undone."""
         sent = [[self._slices[i].x for i in members] for members in self._by_owner]
-        shapes = [[_shape(each, rank) for each in self._owned] for rank in self._ranks]
+        shapes = [[_shape(s, rank) for s in self._owned] for rank in self._ranks]
         received = zip(*self._all_to_all(sent, shapes), strict=True)
         return [
             replace(
-                each,
-                x=torch.cat(pieces, each.cuts[-1].axis),
-                cuts=each.cuts[:-1],
-                groups=each.groups[:-1],
+                s,
+                x=torch.cat(pieces, s.cuts[-1].axis),
+                cuts=s.cuts[:-1],
+                groups=s.groups[:-1],
             )
-            for each, pieces in zip(self._owned, received, strict=True)
+            for s, pieces in zip(self._owned, received, strict=True)
         ]
 
     def scatter(self, results: list[Tensor]) -> list[Tensor]:
         """This rank's part of every result, where it has those of the matrices that it owns."""
-        pairs = zip(results, (each.cuts[-1] for each in self._owned), strict=True)
+        pairs = zip(results, (s.cuts[-1] for s in self._owned), strict=True)
         split = [torch.split(u, list(cut.sizes), cut.axis) for u, cut in pairs]
         sent = [[pieces[rank] for pieces in split] for rank in self._ranks]
         shapes = [[self._slices[i].x.shape for i in members] for members in self._by_owner]
@@ -160,9 +160,9 @@ class Exchange:
         return [[next(tensors).view(shape) for shape in part] for part in shapes]
 
 
-def _shape(each: Slice, rank: int) -> torch.Size:
+def _shape(s: Slice, rank: int) -> torch.Size:
     """The shape of another rank's part along the last cut."""
-    cut, shape = each.cuts[-1], list(each.x.shape)
+    cut, shape = s.cuts[-1], list(s.x.shape)
     shape[cut.axis] = cut.sizes[rank]
     return torch.Size(shape)
 
@@ -173,9 +173,9 @@ def _by_owner(slices: list[Slice], ranks: int) -> list[list[int]]:
     Those that are still cut along other dimensions of the mesh must find the same owners there,
     where the rest may be others: so they are dealt out first and for themselves.
     """
-    work = [each.rows * each.columns * min(each.rows, each.columns) for each in slices]
+    work = [s.rows * s.columns * min(s.rows, s.columns) for s in slices]
     owned: list[list[int]] = [[] for _ in range(ranks)]
-    kinds = alike(each.groups[:-1] for each in slices)
+    kinds = alike(s.groups[:-1] for s in slices)
     for others in sorted(kinds, key=len, reverse=True):
         loads = [0 if others else sum(work[i] for i in part) for part in owned]
         hands = dealt(tuple(work[i] for i in kinds[others]), tuple(loads))
