@@ -27,6 +27,7 @@ class Orthogonalized(Direction):
     buffers: ClassVar[tuple[str, ...]] = ("m",)
     touches_all: ClassVar[bool] = True
     orthogonalizes: ClassVar[bool] = True
+    rows_apart: ClassVar[bool] = False  # rows without a gradient do not move
     rate_in_rule: ClassVar[bool] = False
     decays_by: ClassVar[Literal["lr", "rate"] | None] = "rate"
 
@@ -49,22 +50,17 @@ class Orthogonalized(Direction):
         count, out, _ = self.layout.sizes(shape)
         return count * out
 
-    def moving_rows(self, g: Tensor) -> Tensor | None:
-        """Which indices of dimension 0 move, to multiply u by; None for all of them."""
-        return None
-
 
 @dataclass(frozen=True, slots=True)
 class OrthogonalizedRows(Orthogonalized):
     """The same for an embedding: rows without a gradient in this step do not move or decay."""
 
     decays_by: ClassVar[Literal["lr", "rate"] | None] = None
+    rows_apart: ClassVar[bool] = True
 
     def propose(
         self, g: list[Tensor], buffers: Buffers, t: list[Tensor]
     ) -> tuple[list[Tensor], Buffers]:
         u, after = Orthogonalized.propose(self, g, buffers, t)
-        return [u * self.moving_rows(g) for u, g in zip(u, g, strict=True)], after
-
-    def moving_rows(self, g: Tensor) -> Tensor:
-        return (g != 0).flatten(1).any(1).view(-1, *[1] * (g.dim() - 1))
+        rows = [(x != 0).flatten(1).any(1).view(-1, *[1] * (x.dim() - 1)) for x in g]
+        return [u * rows for u, rows in zip(u, rows, strict=True)], after

@@ -191,17 +191,19 @@ def _propose_between_ranks(
     pairs: list[tuple[SharedBlocks, View]], members: list[int]
 ) -> Iterator[tuple[int, tuple[Tensor, dict[str, Tensor]]]]:
     """The same for sharded parameters whose matrices may be cut, all of them at once."""
-    shards = []
+    shards, after = [], []
     for i in members:
         view = pairs[i][1]
         shape = sharded.local(view.param).shape  # of which blocks may have cut dimensions
         g, buffers, _ = _Inputs.of(*pairs[i])
         buffers = {name: buffer.reshape(shape) for name, buffer in buffers.items()}
         direction = cast(Any, view.direction)
-        shards.append(Shard(view.param, direction, g.reshape(shape), buffers))
-    for i, (u, after) in zip(members, orthogonal_sharded.propose(shards), strict=True):
-        shape = pairs[i][1].p.shape
-        yield i, (u.reshape(shape), {name: new.reshape(shape) for name, new in after.items()})
+        g = g.reshape(shape)
+        (ahead,), new = direction.look_ahead([g], {name: [t] for name, t in buffers.items()})
+        shards.append(Shard(view.param, direction, g, ahead))
+        after.append({name: t[0].reshape(view.p.shape) for name, t in new.items()})
+    for i, u, new in zip(members, orthogonal_sharded.propose(shards), after, strict=True):
+        yield i, (u.reshape(pairs[i][1].p.shape), new)
 
 
 class _Inputs(NamedTuple):
