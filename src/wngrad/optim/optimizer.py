@@ -26,7 +26,8 @@ from wngrad.optim import (
     units,
 )
 from wngrad.optim.directions import Direction
-from wngrad.optim.settings import Group, Settings
+from wngrad.optim.settings import Group
+from wngrad.optim.views import Step
 
 
 class BlockOptimizer(Optimizer):
@@ -43,7 +44,7 @@ class BlockOptimizer(Optimizer):
     _swapped = False  # within `averaged`
 
     def __init__(self, params: ParamsT, given: dict[str, Any]) -> None:
-        defaults = self.Settings.defaults
+        defaults = {name: row.default for name, row in self.Settings.rows.items()}
         for name in given.keys() - {"lr", "foreach", *defaults}:
             settings.refuse_argument(self._owner, name, given[name])
         every = {**defaults, **given}
@@ -58,9 +59,10 @@ class BlockOptimizer(Optimizer):
         signature = inspect.signature(cls.__init__)
         named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         if len(named) < len(signature.parameters):
+            defaults = [(name, row.default) for name, row in cls.Settings.rows.items()]
             shared = [
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-                for name, default in {**cls.Settings.defaults, "foreach": None}.items()
+                for name, default in (*defaults, ("foreach", None))
                 if name not in signature.parameters
             ]
             cls.__signature__ = signature.replace(parameters=[*named[1:], *shared])  # type: ignore[attr-defined]
@@ -117,8 +119,8 @@ class BlockOptimizer(Optimizer):
         if engine is not None and engine.repeat(self, now):
             return
         differentiable = False
-        for settings_now in now:
-            differentiable = differentiable or settings_now.differentiable
+        for checked in now:
+            differentiable = differentiable or checked.differentiable
         with torch.set_grad_enabled(differentiable):
             steps = step.collect(self, now)
             untraceable = False
@@ -127,7 +129,7 @@ class BlockOptimizer(Optimizer):
             (self._eager_update if untraceable else self._update)(steps, now, engine)
 
     def _update(
-        self, steps: list[step.Step], now: list[Settings], engine: fused.Engine | None
+        self, steps: list[Step], now: list[settings.Settings], engine: fused.Engine | None
     ) -> None:
         """Propose, rule, move: by kernels where they can, and plainly where not."""
         parts, launch = units.units(self, steps), None
@@ -141,7 +143,7 @@ class BlockOptimizer(Optimizer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _eager_update(
-        self, steps: list[step.Step], now: list[Settings], engine: fused.Engine | None
+        self, steps: list[Step], now: list[settings.Settings], engine: fused.Engine | None
     ) -> None:
         """An update outside any trace; takes back the state it made if it fails."""
         before = {s.param: dict(self.state[s.param]) for s in steps if s.param in self.state}
@@ -160,7 +162,7 @@ class BlockOptimizer(Optimizer):
         if self._swapped:
             raise RuntimeError(f"{self._owner}: `step` must not be taken within `averaged`.")
 
-    def _current_settings(self, engine: fused.Engine | None) -> list[Settings]:
+    def _current_settings(self, engine: fused.Engine | None) -> list[settings.Settings]:
         """The settings of all groups as they are now, checked."""
         owner, kind, memo = type(self).__name__, self.Settings, None
         if engine is not None:
@@ -187,7 +189,7 @@ class BlockOptimizer(Optimizer):
             self._fused_engine = fused.Engine()
         return self._fused_engine
 
-    def _settings(self, group: Group) -> Settings:
+    def _settings(self, group: Group) -> settings.Settings:
         return settings.read(self._owner, self.Settings, group, {})
 
     def add_param_group(self, param_group: Group) -> None:

@@ -239,7 +239,7 @@ class Batch:
             t = lists.flatten(ts)
             self.t = t + 1 if live is None else torch.where(live, t + 1, t)
         if direction.decay and settings.decoupled_weight_decay and settings.weight_decay:
-            factor = direction.decay(self)
+            factor = direction.decay.kept(self)
             lists.mul_(x, [factor] * len(x) if isinstance(factor, Tensor) else factor)
         for name, new in self.new.items():
             lists.copy_(self.buffers[name], new)

@@ -74,7 +74,7 @@ def decay(view: Step) -> Decay | None:
         return Decay.NONE
     if not view.settings.decoupled_weight_decay:
         return Decay.COUPLED
-    return DECAYS.get(view.direction.decay)
+    return DECAYS.get(type(view.direction.decay))
 
 
 def runs_native(p: Tensor, settings: Settings) -> bool:
