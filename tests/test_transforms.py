@@ -31,7 +31,7 @@ from wngrad.transforms import (
     wnmuon,
 )
 from wngrad.transforms.blocks import power_of_two
-from wngrad.transforms.chains import bias_correction
+from wngrad.transforms.directions import bias_correction
 
 TABLE = {
     "wngrad": partial(wngrad, 1.0),

@@ -17,9 +17,7 @@ from jax import Array
 
 from wngrad import rule
 from wngrad.transforms.blocks import arrays, b_dtype, wider
-from wngrad.transforms.chains import zero
-from wngrad.transforms.checks import checked
-from wngrad.transforms.settings import Number, PyTree
+from wngrad.transforms.settings import Number, PyTree, number
 
 
 class PolynomialAverageState(NamedTuple):
@@ -49,12 +47,12 @@ def polynomial_average(eta: Number = 8.0) -> optax.GradientTransformation:
         >>> averaged_params(state)  # 2/(2+1) of the way from 1 to 4
         Array([3.], dtype=float32)
     """
-    eta = checked("polynomial_average", "eta", eta)
+    eta = number("polynomial_average", "eta", eta)
 
     def init(params: PyTree) -> PolynomialAverageState:
         # A copy, so that parameters and state may both be donated.
         average = jax.tree.map(lambda p: jnp.copy(wider(p)), arrays(params))
-        return PolynomialAverageState(zero(), average)
+        return PolynomialAverageState(jnp.zeros((), jnp.int32), average)
 
     def update(
         updates: PyTree, state: PolynomialAverageState, params: PyTree | None = None

@@ -14,8 +14,7 @@ from jax.flatten_util import ravel_pytree
 
 from wngrad import slopes
 from wngrad.transforms.blocks import arrays
-from wngrad.transforms.checks import checked
-from wngrad.transforms.settings import Number, PyTree
+from wngrad.transforms.settings import Number, PyTree, number
 
 
 def lipschitz_b_init(
@@ -54,8 +53,8 @@ def lipschitz_b_init(
         4.0
     """
     owner = "lipschitz_b_init"
-    lam = float(checked(owner, "learning_rate", learning_rate, above=0.0))
-    far = float(checked(owner, "radius", radius, above=0.0))
+    lam = float(number(owner, "learning_rate", learning_rate, above=0.0))
+    far = float(number(owner, "radius", radius, above=0.0))
     if not isinstance(points, int) or points < 2:
         raise ValueError(f"{owner}: `points` must be an integer >= 2, got {points!r}.")
     params = arrays(params)

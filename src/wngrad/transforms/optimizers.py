@@ -1,18 +1,43 @@
-"""WNGrad and WN-Adam as optax transformations: a direction over blocks, then the rate."""
+"""WNGrad, WN-Adam and WNMuon as optax transformations: a direction, the rule, the rate."""
 
 # No annotations from __future__: optax's tools look for `ScalarOrSchedule` itself, not its name.
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
-from wngrad import rule
-from wngrad.transforms.blocks import Blocks, Growth, times, wider
-from wngrad.transforms.chains import add_decay, bias_correction, is_off, like, narrowed, zero
-from wngrad.transforms.checks import checked
-from wngrad.transforms.settings import BInit, NeuronAxis, Nonfinite, Number, Per, PyTree, Rate
+from wngrad.muon_numbers import FRESH, LEAST
+from wngrad.transforms.blocks import arrays, first_b, grown, norm_of, wider
+from wngrad.transforms.directions import (
+    Direction,
+    Leaf,
+    adam,
+    gradient,
+    momentum,
+    orthogonalized,
+    over_b,
+    running_mean,
+)
+from wngrad.transforms.layouts import Path, Shape, matrices_of
+from wngrad.transforms.settings import (
+    BInit,
+    Layout,
+    NeuronAxis,
+    Nonfinite,
+    Number,
+    Per,
+    PyTree,
+    Rate,
+    Settings,
+    is_off,
+)
 
 
 class WNGradState(NamedTuple):
@@ -21,7 +46,7 @@ class WNGradState(NamedTuple):
     count: Any  # updates seen, for a schedule
     b: PyTree
     velocity: PyTree | None  # μ·velocity + λ g/b, with momentum
-    skipped: jax.Array  # blocks left alone so far
+    skipped: Array  # blocks left alone so far
 
 
 class WNAdamState(NamedTuple):
@@ -31,7 +56,19 @@ class WNAdamState(NamedTuple):
     b: PyTree
     velocity: PyTree
     t: PyTree
-    skipped: jax.Array
+    skipped: Array
+
+
+class WNMuonState(NamedTuple):
+    """b and the momentum of every leaf, and what Adam's direction keeps of the vectors."""
+
+    count: Any  # updates seen, for a schedule
+    b: PyTree
+    m: PyTree  # μ·m + (1−μ)·g
+    rms: PyTree  # √v of vectors; `optax.MaskedNode()` for matrices, and so is t
+    t: PyTree  # the gradients in m and rms, for each b
+    skipped: Array  # blocks left alone so far
+    norm: PyTree = ()  # with `finetune`: of the neurons of every leaf before the first step
 
 
 def wngrad(
@@ -63,9 +100,10 @@ def wngrad(
         nonfinite: "propagate", or "skip" to leave a block with a gradient that is not finite as it
             was and count it.
     """
-    blocks = Blocks("wngrad", learning_rate, b_init, per, neuron_axis, nonfinite)
-    direction = _Momentum(blocks, momentum)
-    return _descent(direction, weight_decay, decoupled_weight_decay)
+    settings = Settings("wngrad", **locals())
+    return _transformation(
+        settings, *_coupled_decay(settings), _wngrad(settings), optax.scale(-1.0)
+    )
 
 
 def wn_adam(
@@ -87,9 +125,10 @@ def wn_adam(
         learning_rate: as for `wngrad`, and so are all arguments but `beta`.
         beta: β of the running mean.
     """
-    blocks = Blocks("wn_adam", learning_rate, b_init, per, neuron_axis, nonfinite)
-    direction = _RunningMean(blocks, beta)
-    return _descent(direction, weight_decay, decoupled_weight_decay)
+    settings = Settings("wn_adam", **locals())
+    return _transformation(
+        settings, *_coupled_decay(settings), _wn_adam(settings), optax.scale(-1.0)
+    )
 
 
 def scale_by_wngrad(
@@ -105,8 +144,8 @@ def scale_by_wngrad(
 
     λ enters b; `optax.scale_by_learning_rate` has to follow, with the same λ.
     """
-    blocks = Blocks("scale_by_wngrad", learning_rate, b_init, per, neuron_axis, nonfinite)
-    return narrowed(_scaling(_Momentum(blocks, momentum), rated=False))
+    settings = Settings("scale_by_wngrad", **locals())
+    return _transformation(settings, _wngrad(settings, rated=False))
 
 
 def scale_by_wn_adam(
@@ -122,116 +161,236 @@ def scale_by_wn_adam(
 
     Where λ changes, λĝ is the mean of λg.
     """
-    blocks = Blocks("scale_by_wn_adam", learning_rate, b_init, per, neuron_axis, nonfinite)
-    return narrowed(_scaling(_RunningMean(blocks, beta), rated=False))
+    settings = Settings("scale_by_wn_adam", **locals())
+    return _transformation(settings, _wn_adam(settings, rated=False))
 
 
-# ---------------------------------------------------------------- directions
+def wnmuon(
+    learning_rate: Rate = 0.3,
+    *,
+    momentum: Number | None = 0.9,
+    b_init: BInit = 10.0,
+    weight_decay: Number | None = 0.1,
+    layout: Layout = None,
+    nonfinite: Nonfinite = "propagate",
+    finetune: bool = False,
+    precision: Any = "highest",
+) -> optax.GradientTransformationExtraArgs:
+    """Muon's direction under WNGrad's learning rate: nothing to tune.
 
-
-class _Momentum:
-    """The direction g/b_j; or momentum, which has λ in it: μ·v + λ g/b_j."""
-
-    def __init__(self, blocks: Blocks, momentum: Number | None) -> None:
-        self.blocks = blocks
-        self.mu = checked(blocks.owner, "momentum", momentum, below=1.0)
-        self.has_rate = not is_off(self.mu)
-
-    def first(self, params: PyTree, b: PyTree) -> WNGradState:
-        velocity = jax.tree.map(jnp.zeros_like, params) if self.has_rate else None
-        return WNGradState(zero(), b, velocity, zero())
-
-    def next(self, g: PyTree, new: Growth, state: WNGradState) -> tuple[PyTree, dict[str, PyTree]]:
-        """The direction, and the buffers to store; g is scaled as b is."""
-        if not self.has_rate:
-            return jax.tree.map(jnp.divide, g, new.divisor), {}
-
-        def leaf(g: jax.Array, b: jax.Array, on: jax.Array, v: jax.Array) -> jax.Array:
-            return jnp.where(on, rule.momentum(wider(v), g, b, self.mu, new.lam), v)
-
-        v = jax.tree.map(leaf, g, new.divisor, new.live, state.velocity)
-        return v, {"velocity": like(v, state.velocity)}
-
-
-class _RunningMean:
-    """Algorithm 4's mean, which has λ in it: (λ/b_j)·ĝ_j/(1−βᵗ) for a constant one."""
-
-    has_rate = True
-
-    def __init__(self, blocks: Blocks, beta: Number) -> None:
-        self.blocks = blocks
-        self.beta = checked(blocks.owner, "beta", beta, below=1.0)
-
-    def first(self, params: PyTree, b: PyTree) -> WNAdamState:
-        velocity, t = (jax.tree.map(jnp.zeros_like, tree) for tree in (params, b))
-        return WNAdamState(zero(), b, velocity, t, zero())
-
-    def next(self, g: PyTree, new: Growth, state: WNAdamState) -> tuple[PyTree, dict[str, PyTree]]:
-        """The direction, and the buffers to store; g is scaled as b is."""
-        t = jax.tree.map(lambda t, on: t + on, state.t, new.live_blocks)
-
-        def leaf(
-            g: jax.Array, before: jax.Array, b: jax.Array, on: jax.Array, v: jax.Array
-        ) -> jax.Array:
-            after = rule.mean_step(wider(v), g, before, b, self.beta, new.lam)
-            return jnp.where(on, after, v)
-
-        v = jax.tree.map(leaf, g, new.before, new.divisor, new.live, state.velocity)
-        direction = jax.tree.map(
-            # t = 0: no gradient yet, and v is 0
-            lambda v, t: v / bias_correction(self.beta, jnp.maximum(t, 1)),
-            v, self.blocks.spread(t, g),
-        )  # fmt: skip
-        return direction, {"velocity": like(v, state.velocity), "t": t}
-
-
-# ---------------------------------------------------------------- parts of a chain
-
-
-def _scaling(
-    direction: _Momentum | _RunningMean, decay: Number | None = None, *, rated: bool = True
-) -> optax.GradientTransformation:
-    """A direction as a transformation, with decoupled decay in it, in float32 or wider.
+    u = the momentum of a matrix, orthogonalized; b_j ← b_{j-1} + ‖u‖²/b_{j-1} for every neuron,
+    from b₁ = C; then x_j ← x_{j-1}·(1 − w·ρ/b_j) − ρ u/b_j. Vectors take Adam's direction, at
+    0.3 ρ. `optax.chain(wnmuon(), polynomial_average())` keeps the average of the parameters, which
+    is what to evaluate.
 
     Args:
-        rated: multiply by λ; else it is for the caller to do.
+        learning_rate: ρ, the length of a step in units of a neuron: a number, an array or a
+            schedule. A step at ρ = 0 changes nothing.
+        momentum: μ, and β₁ of the vectors.
+        b_init: C: as many steps are about alike as C²/2 is; or as for `wngrad`, from ‖u₁‖.
+        weight_decay: w, in units of the step; for matrices alone, embeddings apart.
+        layout: what each leaf is: "matrix" (the neuron last), "embedding" (one row for each index
+            of axis 0; rows without a gradient do not move), "vector", or `MatrixAxes` for any
+            other matrix or stack of matrices. A function of a leaf's path and shape, or a tree of
+            labels, of which one may stand for a whole part of the tree. By default Flax's
+            convention, `flax_layout`.
+        nonfinite: "propagate", or "skip" to leave a matrix, or an entry of a vector, with a
+            gradient that is not finite as it was and count its blocks.
+        finetune: for weights that were trained before: ρ is in units of each leaf's own norm, the
+            root mean square of a matrix's neurons' norms or of a vector's entries in `init`, at
+            least 0.1 and 1/√3 of what is zero.
+        precision: of the products in the orthogonalization, as `jnp.matmul` takes it. "highest" is
+            that of float32 on every device.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from wngrad.transforms import wnmuon
+        >>> params = {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}
+        >>> opt = wnmuon()
+        >>> updates, state = opt.update(params, opt.init(params), params)
+        >>> optax.tree.get(state, "b")["kernel"].shape
+        (1, 2)
+
+    Note:
+        Trees of `optax.contrib.MuonDimensionNumbers`, with None for vectors, are taken as they
+        are. Complex leaves take Adam's direction, whatever their label. Every leaf is
+        orthogonalized by itself; a stack of layers is one batch.
     """
-    blocks = direction.blocks
+    settings = Settings("wnmuon", **locals())
+    matrices = matrices_of("wnmuon", layout)
+
+    def neuron_axis(path: Path, shape: Shape) -> tuple[int, ...] | None:
+        stack = matrices(path, shape)
+        return None if stack is None else stack.neurons
+
+    def moves(count: Any) -> Array:
+        """ρ as the rule sees it: 0 where nothing is to change, else 1."""
+        return (jnp.asarray(settings.rate(count)) != 0).astype(jnp.float32)
+
+    def direction_of(path: Path, p: Array) -> Direction:
+        stack = None if jnp.iscomplexobj(p) else matrices(path, p.shape)
+        if stack is None:
+            return partial(adam, mu=settings.momentum)
+        return partial(orthogonalized, settings=settings, matrices=stack)
+
+    def start(params: PyTree, b: PyTree) -> WNMuonState:
+        def of_vectors(path: Path, p: Array, like: Array) -> Any:
+            vector = jnp.iscomplexobj(p) or matrices(path, p.shape) is None
+            return jnp.zeros_like(like) if vector else optax.MaskedNode()
+
+        over = jax.tree_util.tree_map_with_path
+        rms, t = over(of_vectors, params, params), over(of_vectors, params, b)
+        norm = jax.tree.map(_norm, params, b) if finetune else ()
+        return WNMuonState(_zero(), b, _zeros(params), rms, t, _zero(), norm)
+
+    ruled = replace(settings, learning_rate=moves, neuron_axis=neuron_axis)
+    steps = _steps(ruled, start, direction_of, ("m", "rms", "t"))
+    return _transformation(settings, steps, optax.scale_by_learning_rate(settings.learning_rate))
+
+
+def _norm(p: Array, b: Array) -> Array:
+    """√(‖p‖²/neurons), one for each b; at least 0.1, or 1/√3 where that is 0."""
+    # Divided first: the norm of all may be too large for its type where that of one is not.
+    mean = norm_of(wider(p) / math.sqrt(max(1, b.size)), None)
+    return jnp.where((p != 0).any(), jnp.maximum(mean, LEAST), FRESH).astype(jnp.float32)
+
+
+def _wngrad(settings: Settings, *, rated: bool = True) -> optax.GradientTransformation:
+    if is_off(settings.momentum):
+        direction = gradient if rated else over_b
+        return _steps(
+            settings, lambda _, b: WNGradState(_zero(), b, None, _zero()), lambda *leaf: direction
+        )
+    return _steps(
+        settings,
+        lambda params, b: WNGradState(_zero(), b, _zeros(params), _zero()),
+        lambda *leaf: partial(momentum, mu=settings.momentum),
+        ("velocity",),
+        rated,
+    )
+
+
+def _wn_adam(settings: Settings, *, rated: bool = True) -> optax.GradientTransformation:
+    return _steps(
+        settings,
+        lambda params, b: WNAdamState(_zero(), b, _zeros(params), _zeros(b), _zero()),
+        lambda *leaf: partial(running_mean, beta=settings.beta),
+        ("velocity", "t"),
+        rated,
+    )
+
+
+# ---------------------------------------------------------------- a step, and the chain around it
+
+
+def _steps(
+    settings: Settings,
+    start: Callable[[PyTree, PyTree], Any],
+    direction_of: Callable[[Path, Array], Direction],
+    buffers: tuple[str, ...] = (),
+    rated: bool = True,
+) -> optax.GradientTransformation:
+    """Directions under the rule, in float32 or wider: gives what is to be subtracted from x.
+
+    Args:
+        start: the state, of the parameters and b₁.
+        direction_of: of a leaf's path and the leaf.
+        buffers: the fields of the state that directions read and write, a part for every leaf; t
+            has one for every b.
+        rated: leave the direction's λ in it; else a later part of the chain multiplies by λ.
+    """
+    shared = settings.per == "model"  # one b for all leaves, and one t
+    shared_t = shared and "t" in buffers
+    of_leaves = [name for name in buffers if not (name == "t" and shared)]
+    decay = settings.weight_decay if settings.decoupled_weight_decay else 0.0
 
     def init(params: PyTree) -> Any:
-        return direction.first(params, blocks.first(params))
+        return start(params, first_b(settings, params))
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
-        new = blocks.grow(updates, state.b, state.count)
-        g = jax.tree.map(lambda scale, g: times(scale, wider(g)), new.scale, updates)
-        out, buffers = direction.next(g, new, state)
-        if rated and not direction.has_rate:
-            out = jax.tree.map(lambda d: new.lam * d, out)
-        elif direction.has_rate and not rated:
-            out = jax.tree.map(lambda d: d / jnp.where(new.lam == 0, 1, new.lam), out)
-        if decay is not None:
-            out = jax.tree.map(lambda d, p: d + new.lam * decay * wider(p), out, params)
-        # Exactly 0 where a block does not take the step.
-        out = jax.tree.map(lambda d, on: jnp.where(on, d, 0), out, new.live)
-        count, skipped = optax.safe_increment(state.count), state.skipped + new.skipped
-        return out, state._replace(count=count, b=new.b, skipped=skipped, **buffers)
+        leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
+        n = len(leaves)
+        xs = [None] * n if params is None else tree.flatten_up_to(params)
+        kept = {name: tree.flatten_up_to(getattr(state, name)) for name in of_leaves}
+        if shared_t:
+            kept["t"] = [state.t] * n
+        lam = settings.rate(state.count)
+        lam = wider(lam) if isinstance(lam, Array) else lam  # λ² must not overflow float16
+
+        proposals = []
+        for i, (path, g) in enumerate(leaves):
+            old = {name: part[i] for name, part in kept.items()}
+            proposals.append(direction_of(path, g)(Leaf(wider(g), xs[i], lam, old)))
+
+        blocks = grown(settings, [u for u, _ in proposals], state.b, lam)
+
+        moves = []
+        for i, (_, displacement) in enumerate(proposals):
+            block = blocks[0 if shared else i]
+            move, new = displacement(block)
+            if not rated:
+                move = move / jnp.where(lam == 0, 1, lam)
+            if settings.finetune:
+                move = tree.flatten_up_to(state.norm)[i] * move
+            if not is_off(decay):
+                move = move + lam * decay * wider(xs[i])
+            # Exactly 0, and buffers as they were, where a block does not take the step.
+            moves.append(jnp.where(block.live, move, 0))
+            for name, value in new.items():
+                old = kept[name][i]
+                kept[name][i] = jnp.where(block.live, value, old).astype(old.dtype)
+
+        new = {name: tree.unflatten(part) for name, part in kept.items()}
+        if shared_t:
+            new["t"] = kept["t"][0] if n else state.t
+        skipped = jnp.asarray(sum(block.skipped for block in blocks), jnp.int32)
+        return tree.unflatten(moves), state._replace(
+            count=optax.safe_increment(state.count),
+            b=jax.tree.structure(state.b).unflatten([block.b for block in blocks]),
+            skipped=state.skipped + skipped,
+            **new,
+        )
 
     return optax.GradientTransformation(init, update)
 
 
-def _descent(
-    direction: _Momentum | _RunningMean, weight_decay: Any, decoupled: bool
+def _coupled_decay(settings: Settings) -> list[optax.GradientTransformation]:
+    """g + w·x in float32 or wider: in bfloat16 a w·x below g/256 would vanish whole."""
+    decay = settings.weight_decay
+    if is_off(decay) or settings.decoupled_weight_decay:
+        return []
+    seen = partial(jax.tree.map, lambda g, x: wider(g) + decay * wider(x))
+    return [optax.stateless(seen)]
+
+
+def _transformation(
+    settings: Settings, *parts: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """Coupled decay where asked for, then the direction with the rate, downwards."""
-    owner = direction.blocks.owner
-    decay = checked(owner, "weight_decay", weight_decay)
-    if not isinstance(decoupled, bool):
-        raise TypeError(
-            f"{owner}: `decoupled_weight_decay` must be True or False, got {decoupled!r}."
-        )
-    off = is_off(decay)
-    parts = [_scaling(direction, None if off or not decoupled else decay)]
-    if not off and not decoupled:
-        parts.insert(0, add_decay(decay))
-    chain = optax.chain(*parts, optax.scale(-1.0))
-    return narrowed(chain, None if off else owner)
+    """A chain whose updates are rounded once, at the end; leaves may be Python's numbers."""
+    wide = optax.chain(*parts) if len(parts) > 1 else parts[0]
+
+    def init(params: PyTree) -> Any:
+        return wide.init(arrays(params))
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, Any]:
+        if params is None and not is_off(settings.weight_decay):
+            raise ValueError(
+                f"{settings.owner}: `params` must be given to `update`, since `weight_decay` needs "
+                f"them, got None."
+            )
+        updates = arrays(updates)
+        new, state = wide.update(updates, state, arrays(params))
+        return jax.tree.map(lambda new, old: new.astype(old.dtype), new, updates), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _zero() -> Array:
+    """A count at its start."""
+    return jnp.zeros((), jnp.int32)
+
+
+def _zeros(tree: PyTree) -> PyTree:
+    return jax.tree.map(jnp.zeros_like, tree)
