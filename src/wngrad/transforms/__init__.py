@@ -20,12 +20,7 @@ with naming_the_extra("wngrad.transforms", "jax", "optax"):
         averaged_params,
         polynomial_average,
     )
-    from wngrad.transforms.layouts import (
-        MatrixAxes,
-        flax_layout,
-        flax_neuron_axis,
-        neuron_axis_of,
-    )
+    from wngrad.transforms.layouts import MatrixAxes, flax_layout, flax_neuron_axis, neuron_axis_of
     from wngrad.transforms.lipschitz import lipschitz_b_init
     from wngrad.transforms.optimizers import (
         WNAdamState,

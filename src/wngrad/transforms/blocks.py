@@ -40,24 +40,22 @@ class Blocks(NamedTuple):
 
 def first_b(settings: Settings, params: PyTree) -> PyTree:
     """b₁, made of the parameters so that it is sharded like them; 0 where there is none yet."""
-    value = settings.b_init if settings.c is None else 0.0
-    if settings.per == "model":
-        zeros = (jnp.zeros_like(p, b_dtype(p)).sum() for p in jax.tree.leaves(params))
-        zero: Array = sum(zeros, jnp.zeros((), jnp.float32))
-        return (zero + value).astype(zero.dtype)
 
-    def leaf(path: Path, p: Array) -> Array:
+    def zero(path: Path, p: Array) -> Array:
         axes = _reduced_axes(settings, path, p.shape)
-        zero = jnp.zeros_like(p, b_dtype(p)).sum(axes, keepdims=True)
-        return (zero + value).astype(zero.dtype)
+        return jnp.zeros_like(p, b_dtype(p)).sum(axes, keepdims=settings.per != "model")
 
-    return jax.tree_util.tree_map_with_path(leaf, params)
+    zeros = jax.tree_util.tree_map_with_path(zero, params)
+    if settings.per == "model":
+        zeros = sum(jax.tree.leaves(zeros), jnp.zeros((), jnp.float32))
+    b1 = settings.b_init if settings.c is None else 0.0
+    return jax.tree.map(lambda zero: (zero + b1).astype(zero.dtype), zeros)
 
 
 def _reduced_axes(settings: Settings, path: Path, shape: Shape) -> tuple[int, ...]:
     """The axes over which a block's norm is taken."""
     n = len(shape)
-    if settings.per == "tensor":
+    if settings.per != "neuron":
         return tuple(range(n))
     axis = flax_neuron_axis if settings.neuron_axis is None else settings.neuron_axis
     axes = axis(path, shape) if callable(axis) else axis if n > 1 else None
@@ -74,23 +72,20 @@ def _reduced_axes(settings: Settings, path: Path, shape: Shape) -> tuple[int, ..
 
 def grown(settings: Settings, us: Sequence[Array], b: PyTree, lam: Any) -> list[Blocks]:
     """b_j ← b_{j-1} + λ²‖u‖²/b_{j-1}, for the blocks of every leaf."""
-    bs = jax.tree.leaves(b)
     if settings.per == "model":
-        parts = [norm_of(u, None).astype(b.dtype) for u in us]
-        norms = [norm_of(jnp.stack(parts), None) if parts else jnp.zeros_like(b)]
-    else:
-        norms = [norm_of(u, b.shape) for u, b in zip(us, bs, strict=True)]
-    return [_grown(settings, norm, b, lam) for norm, b in zip(norms, bs, strict=True)]
+        norms = [norm_of(u, None).astype(b.dtype) for u in us] or [jnp.zeros_like(b)]
+        return [_grown(settings, b, norm_of(jnp.stack(norms), None), lam)]
+    pairs = zip(us, jax.tree.leaves(b), strict=True)
+    return [_grown(settings, b, norm_of(u, b.shape), lam) for u, b in pairs]
 
 
-def _grown(settings: Settings, norm: Array, b: Array, lam: Any) -> Blocks:
+def _grown(settings: Settings, b: Array, norm: Array, lam: Any) -> Blocks:
     info: Any = jnp.finfo(b.dtype)  # type: ignore[no-untyped-call]
-    floor = float(info.tiny) / float(info.eps)
     # Not to be known as constants, whose squares XLA would take by themselves: see `times`.
     before, rate = (jnp.where(jnp.isnan(norm), norm, x).astype(b.dtype) for x in (b, lam))
     new, finite = guarded_b(
-        jnp, before, None, rate,
-        c=settings.c, floor=floor, norm=norm, narrow=lambda w: w.astype(b.dtype),
+        jnp, before, None, rate, c=settings.c, floor=float(info.tiny) / float(info.eps),
+        norm=norm, narrow=lambda w: w.astype(b.dtype),
     )  # fmt: skip
     still = jnp.asarray(lam) == 0  # A step without rate changes nothing, whatever the gradient.
     new, finite = jnp.where(still, b, new), finite | still
@@ -142,11 +137,8 @@ def times(scale: Array, x: Array) -> Array:
     XLA moves constant factors about: (s·c)² may become s²·c², and s·(c·x) be taken as c·(s·x),
     which overflow or vanish. It moves none past a choice.
     """
-
-    def chosen(x: Array) -> Array:
-        return jnp.where(jnp.isfinite(x), x, jnp.nan)
-
-    return chosen(scale * chosen(x))
+    scaled = scale * jnp.where(jnp.isfinite(x), x, jnp.nan)
+    return jnp.where(jnp.isfinite(scaled), scaled, jnp.nan)
 
 
 def b_dtype(p: Array) -> Any:

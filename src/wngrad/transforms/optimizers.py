@@ -101,9 +101,7 @@ def wngrad(
             was and count it.
     """
     settings = Settings("wngrad", **locals())
-    return _transformation(
-        settings, *_coupled_decay(settings), _wngrad(settings), optax.scale(-1.0)
-    )
+    return _transformation(settings, *_coupled(settings), _wngrad(settings), optax.scale(-1.0))
 
 
 def wn_adam(
@@ -126,9 +124,7 @@ def wn_adam(
         beta: β of the running mean.
     """
     settings = Settings("wn_adam", **locals())
-    return _transformation(
-        settings, *_coupled_decay(settings), _wn_adam(settings), optax.scale(-1.0)
-    )
+    return _transformation(settings, *_coupled(settings), _wn_adam(settings), optax.scale(-1.0))
 
 
 def scale_by_wngrad(
@@ -219,14 +215,6 @@ def wnmuon(
     settings = Settings("wnmuon", **locals())
     matrices = matrices_of("wnmuon", layout)
 
-    def neuron_axis(path: Path, shape: Shape) -> tuple[int, ...] | None:
-        stack = matrices(path, shape)
-        return None if stack is None else stack.neurons
-
-    def moves(count: Any) -> Array:
-        """ρ as the rule sees it: 0 where nothing is to change, else 1."""
-        return (jnp.asarray(settings.rate(count)) != 0).astype(jnp.float32)
-
     def direction_of(path: Path, p: Array) -> Direction:
         stack = None if jnp.iscomplexobj(p) else matrices(path, p.shape)
         if stack is None:
@@ -243,8 +231,13 @@ def wnmuon(
         norm = jax.tree.map(_norm, params, b) if finetune else ()
         return WNMuonState(_zero(), b, _zeros(params), rms, t, _zero(), norm)
 
-    ruled = replace(settings, learning_rate=moves, neuron_axis=neuron_axis)
-    steps = _steps(ruled, start, direction_of, ("m", "rms", "t"))
+    ruled = replace(
+        settings,
+        # ρ as the rule sees it: 0 where nothing is to change, else 1
+        learning_rate=lambda count: (jnp.asarray(settings.rate(count)) != 0).astype(jnp.float32),
+        neuron_axis=lambda *leaf: getattr(matrices(*leaf), "neurons", None),  # None of a vector
+    )
+    steps = _steps(ruled, start, direction_of)
     return _transformation(settings, steps, optax.scale_by_learning_rate(settings.learning_rate))
 
 
@@ -256,17 +249,13 @@ def _norm(p: Array, b: Array) -> Array:
 
 
 def _wngrad(settings: Settings, *, rated: bool = True) -> optax.GradientTransformation:
-    if is_off(settings.momentum):
-        direction = gradient if rated else over_b
-        return _steps(
-            settings, lambda _, b: WNGradState(_zero(), b, None, _zero()), lambda *leaf: direction
-        )
+    buffered = not is_off(settings.momentum)
+    plain = gradient if rated else over_b
     return _steps(
         settings,
-        lambda params, b: WNGradState(_zero(), b, _zeros(params), _zero()),
-        lambda *leaf: partial(momentum, mu=settings.momentum),
-        ("velocity",),
-        rated,
+        lambda params, b: WNGradState(_zero(), b, _zeros(params) if buffered else None, _zero()),
+        lambda *leaf: partial(momentum, mu=settings.momentum) if buffered else plain,
+        rated=rated or not buffered,
     )
 
 
@@ -275,8 +264,7 @@ def _wn_adam(settings: Settings, *, rated: bool = True) -> optax.GradientTransfo
         settings,
         lambda params, b: WNAdamState(_zero(), b, _zeros(params), _zeros(b), _zero()),
         lambda *leaf: partial(running_mean, beta=settings.beta),
-        ("velocity", "t"),
-        rated,
+        rated=rated,
     )
 
 
@@ -287,7 +275,7 @@ def _steps(
     settings: Settings,
     start: Callable[[PyTree, PyTree], Any],
     direction_of: Callable[[Path, Array], Direction],
-    buffers: tuple[str, ...] = (),
+    *,
     rated: bool = True,
 ) -> optax.GradientTransformation:
     """Directions under the rule, in float32 or wider: gives what is to be subtracted from x.
@@ -295,13 +283,9 @@ def _steps(
     Args:
         start: the state, of the parameters and b₁.
         direction_of: of a leaf's path and the leaf.
-        buffers: the fields of the state that directions read and write, a part for every leaf; t
-            has one for every b.
-        rated: leave the direction's λ in it; else a later part of the chain multiplies by λ.
+        rated: leave λ in it as the direction does; else it is taken out.
     """
-    shared = settings.per == "model"  # one b for all leaves, and one t
-    shared_t = shared and "t" in buffers
-    of_leaves = [name for name in buffers if not (name == "t" and shared)]
+    shared = settings.per == "model"  # one b for all leaves
     decay = settings.weight_decay if settings.decoupled_weight_decay else 0.0
 
     def init(params: PyTree) -> Any:
@@ -309,25 +293,28 @@ def _steps(
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
-        n = len(leaves)
-        xs = [None] * n if params is None else tree.flatten_up_to(params)
-        kept = {name: tree.flatten_up_to(getattr(state, name)) for name in of_leaves}
-        if shared_t:
-            kept["t"] = [state.t] * n
+        tree_of_b = jax.tree.structure(state.b)
+        fields = {"velocity": tree, "m": tree, "rms": tree, "t": tree_of_b}
+        buffers = {
+            name: structure.flatten_up_to(getattr(state, name))
+            for name, structure in fields.items()
+            if getattr(state, name, None) is not None
+        }
+        xs = tree.flatten_up_to(updates if params is None else params)
         lam = settings.rate(state.count)
         lam = wider(lam) if isinstance(lam, Array) else lam  # λ² must not overflow float16
 
         proposals = []
         for i, (path, g) in enumerate(leaves):
-            old = {name: part[i] for name, part in kept.items()}
+            old = {name: parts[i % len(parts)] for name, parts in buffers.items()}
             proposals.append(direction_of(path, g)(Leaf(wider(g), xs[i], lam, old)))
 
         blocks = grown(settings, [u for u, _ in proposals], state.b, lam)
 
         moves = []
         for i, (_, displacement) in enumerate(proposals):
-            block = blocks[0 if shared else i]
-            move, new = displacement(block)
+            live = blocks[0 if shared else i].live
+            move, new = displacement(blocks[0 if shared else i])
             if not rated:
                 move = move / jnp.where(lam == 0, 1, lam)
             if settings.finetune:
@@ -335,26 +322,23 @@ def _steps(
             if not is_off(decay):
                 move = move + lam * decay * wider(xs[i])
             # Exactly 0, and buffers as they were, where a block does not take the step.
-            moves.append(jnp.where(block.live, move, 0))
+            moves.append(jnp.where(live, move, 0))
             for name, value in new.items():
-                old = kept[name][i]
-                kept[name][i] = jnp.where(block.live, value, old).astype(old.dtype)
+                at = i % len(buffers[name])
+                old = buffers[name][at]
+                buffers[name][at] = jnp.where(live, value, old).astype(old.dtype)
 
-        new = {name: tree.unflatten(part) for name, part in kept.items()}
-        if shared_t:
-            new["t"] = kept["t"][0] if n else state.t
-        skipped = jnp.asarray(sum(block.skipped for block in blocks), jnp.int32)
         return tree.unflatten(moves), state._replace(
             count=optax.safe_increment(state.count),
-            b=jax.tree.structure(state.b).unflatten([block.b for block in blocks]),
-            skipped=state.skipped + skipped,
-            **new,
+            b=tree_of_b.unflatten([block.b for block in blocks]),
+            skipped=state.skipped + jnp.asarray(sum(block.skipped for block in blocks), jnp.int32),
+            **{name: fields[name].unflatten(parts) for name, parts in buffers.items()},
         )
 
     return optax.GradientTransformation(init, update)
 
 
-def _coupled_decay(settings: Settings) -> list[optax.GradientTransformation]:
+def _coupled(settings: Settings) -> list[optax.GradientTransformation]:
     """g + w·x in float32 or wider: in bfloat16 a w·x below g/256 would vanish whole."""
     decay = settings.weight_decay
     if is_off(decay) or settings.decoupled_weight_decay:
