@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -70,16 +69,9 @@ def _reduced_axes(settings: Settings, path: Path, shape: Shape) -> tuple[int, ..
     return tuple(i for i in range(n) if i not in neurons)
 
 
-def grown(settings: Settings, us: Sequence[Array], b: PyTree, lam: Any) -> list[Blocks]:
-    """b_j ← b_{j-1} + λ²‖u‖²/b_{j-1}, for the blocks of every leaf."""
-    if settings.per == "model":
-        norms = [norm_of(u, None).astype(b.dtype) for u in us] or [jnp.zeros_like(b)]
-        return [_grown(settings, b, norm_of(jnp.stack(norms), None), lam)]
-    pairs = zip(us, jax.tree.leaves(b), strict=True)
-    return [_grown(settings, b, norm_of(u, b.shape), lam) for u, b in pairs]
-
-
-def _grown(settings: Settings, b: Array, norm: Array, lam: Any) -> Blocks:
+def grown(settings: Settings, lam: Any, b: Array, u: Array) -> Blocks:
+    """b_j ← b_{j-1} + λ²‖u‖²/b_{j-1}, for all blocks of a leaf."""
+    norm = norm_of(u, b.shape)
     info: Any = jnp.finfo(b.dtype)  # type: ignore[no-untyped-call]
     # Not to be known as constants, whose squares XLA would take by themselves: see `times`.
     before, rate = (jnp.where(jnp.isnan(norm), norm, x).astype(b.dtype) for x in (b, lam))
@@ -101,19 +93,19 @@ def _grown(settings: Settings, b: Array, norm: Array, lam: Any) -> Blocks:
 # ---------------------------------------------------------------- norms and types
 
 
-def norm_of(g: Array, shape: tuple[int, ...] | None) -> Array:
-    """‖g‖ of each block in float32 or wider, keeping dimensions; of all of it without a shape.
+def norm_of(g: Array, shape: Shape = ()) -> Array:
+    """‖g‖ of every block in float32 or wider, as an array of this shape; of all of it by default.
 
     Its largest entry is brought close to 1, so that no square overflows or vanishes.
     """
     g = jnp.abs(wider(g))
-    axes = tuple(i for i in range(g.ndim) if shape is None or shape[i] == 1)
+    axes = tuple(i for i in range(g.ndim) if not shape or shape[i] == 1)
     scale = power_of_two(g.max(axes, keepdims=True, initial=0))
     sq = (times(scale, g) ** 2).sum(axes, keepdims=True)
     positive = sq > 0
     # √ has no slope at 0
     norm = jnp.where(positive, jnp.sqrt(jnp.where(positive, sq, 1)), sq) / scale
-    return norm if shape is not None else norm.reshape(())
+    return norm.reshape(shape)
 
 
 def power_of_two(x: Array) -> Array:

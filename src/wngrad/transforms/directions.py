@@ -1,8 +1,4 @@
-"""Directions: what the rule measures, and what x moves by, one equation each.
-
-A direction is a function of a leaf. It gives u, whose norm enters b, and a function of the blocks
-after the rule, which gives what is subtracted from x and the new buffers.
-"""
+"""Directions: functions of a leaf that are a method's equations, from its gradient to its move."""
 
 from __future__ import annotations
 
@@ -21,70 +17,60 @@ from wngrad.transforms.layouts import Matrices
 from wngrad.transforms.orthogonal import orthogonalize
 from wngrad.transforms.settings import Number, Settings, is_off
 
-Displacement = Callable[[Blocks], tuple[Array, dict[str, Array]]]
-
 
 class Leaf(NamedTuple):
-    """What a step knows of one leaf before the rule."""
+    """What a direction is given of one leaf."""
 
     g: Array  # the gradient as seen: in float32 or wider, with coupled decay in it
-    x: Any  # the parameter; None where no decay needs it
+    x: Array  # the parameter
     lam: Any  # λ
     buffers: dict[str, Array]  # those of the state, in the types they are stored in
+    grow: Callable[[Array], Blocks]  # the rule for b, of u
 
 
-Direction = Callable[[Leaf], tuple[Array, Displacement]]
+Moved = tuple[Blocks, Array, dict[str, Array]]  # what is subtracted from x, and new buffers
 
 
-def over_b(leaf: Leaf) -> tuple[Array, Displacement]:
-    """u = g,  x ← x − g/b_j: for a chain in which λ comes later."""
-    return leaf.g, lambda blocks: (blocks.over(leaf.g), {})
+def over_b(leaf: Leaf) -> Moved:
+    """x ← x − g/b_j: for a chain in which λ comes later."""
+    blocks = leaf.grow(leaf.g)
+    return blocks, blocks.over(leaf.g), {}
 
 
-def gradient(leaf: Leaf) -> tuple[Array, Displacement]:
-    """u = g,  x ← x − λ g/b_j  (Alg. 3)."""
-    return leaf.g, lambda blocks: (leaf.lam * blocks.over(leaf.g), {})
+def gradient(leaf: Leaf) -> Moved:
+    """x ← x − λ g/b_j  (Alg. 3)."""
+    blocks = leaf.grow(leaf.g)
+    return blocks, leaf.lam * blocks.over(leaf.g), {}
 
 
-def momentum(leaf: Leaf, mu: Number) -> tuple[Array, Displacement]:
-    """u = g,  v ← μ·v + λ g/b_j,  x ← x − v."""
-
-    def displacement(blocks: Blocks) -> tuple[Array, dict[str, Array]]:
-        v, g = wider(leaf.buffers["velocity"]), blocks.scaled(leaf.g)
-        v = rule.momentum(v, g, blocks.divisor, mu, leaf.lam)
-        return v, {"velocity": v}
-
-    return leaf.g, displacement
+def momentum(leaf: Leaf, mu: Number) -> Moved:
+    """v ← μ·v + λ g/b_j,  x ← x − v."""
+    blocks, v = leaf.grow(leaf.g), wider(leaf.buffers["velocity"])
+    v = rule.momentum(v, blocks.scaled(leaf.g), blocks.divisor, mu, leaf.lam)
+    return blocks, v, {"velocity": v}
 
 
-def running_mean(leaf: Leaf, beta: Number) -> tuple[Array, Displacement]:
-    """u = g,  v ← β·(b_{j-1}/b_j)·v + (1−β)·λ g/b_j,  x ← x − v/(1−βᵗ)  (Alg. 4)."""
-
-    def displacement(blocks: Blocks) -> tuple[Array, dict[str, Array]]:
-        v, g, t = wider(leaf.buffers["velocity"]), blocks.scaled(leaf.g), leaf.buffers["t"] + 1
-        v = rule.mean_step(v, g, blocks.before, blocks.divisor, beta, leaf.lam)
-        return v / bias_correction(beta, t), {"velocity": v, "t": t}
-
-    return leaf.g, displacement
+def running_mean(leaf: Leaf, beta: Number) -> Moved:
+    """v ← β·(b_{j-1}/b_j)·v + (1−β)·λ g/b_j,  x ← x − v/(1−βᵗ)  (Alg. 4)."""
+    blocks, v, t = leaf.grow(leaf.g), wider(leaf.buffers["velocity"]), leaf.buffers["t"] + 1
+    g, before, b = blocks.scaled(leaf.g), blocks.before, blocks.divisor
+    v = rule.mean_step(v, g, before, b, beta, leaf.lam)
+    return blocks, v / bias_correction(beta, t), {"velocity": v, "t": t}
 
 
-def adam(leaf: Leaf, mu: Number) -> tuple[Array, Displacement]:
+def adam(leaf: Leaf, mu: Number) -> Moved:
     """u = 0.3·m̂/√v̂,  x ← x − u/b_j: WNMuon's direction of a vector."""
-    t = leaf.buffers["t"] + 1
-    m = rule.running_mean(wider(leaf.buffers["m"]), leaf.g, mu)
+    m, t = rule.running_mean(wider(leaf.buffers["m"]), leaf.g, mu), leaf.buffers["t"] + 1
     # √(β₂·v + (1−β₂)·g²) of √v, which neither overflows nor underflows where g does not.
-    old, new = math.sqrt(BETA2), math.sqrt(1 - BETA2)
-    rms = wider(leaf.buffers["rms"])
+    old, new, rms = math.sqrt(BETA2), math.sqrt(1 - BETA2), wider(leaf.buffers["rms"])
     rms = _by_parts(lambda r, g: jnp.hypot(old * r, new * g), rms, leaf.g)
     unbiased = jnp.sqrt(bias_correction(BETA2, t)) / bias_correction(mu, t)
-    ratio = _by_parts(lambda m, r: m / jnp.where(r == 0, 1, r), m, rms)
-    u = VECTOR_SCALE * unbiased * ratio
-    return u, lambda blocks: (blocks.over(u), {"m": m, "rms": rms, "t": t})
+    u = VECTOR_SCALE * unbiased * _by_parts(lambda m, r: m / jnp.where(r == 0, 1, r), m, rms)
+    blocks = leaf.grow(u)
+    return blocks, blocks.over(u), {"m": m, "rms": rms, "t": t}
 
 
-def orthogonalized(
-    leaf: Leaf, settings: Settings, matrices: Matrices
-) -> tuple[Array, Displacement]:
+def orthogonalized(leaf: Leaf, settings: Settings, matrices: Matrices) -> Moved:
     """u = max(1, √(out/in))·UVᵀ of the momentum UΣVᵀ,  x ← x − (u + w·x)/b_j: of a matrix.
 
     Of an embedding, rows without a gradient do not move, and no row decays.
@@ -100,9 +86,10 @@ def orthogonalized(
     u = placed_by_compiler(lambda m: matrices.apply(polar_factor, m), ahead)
     if matrices.by_rows:
         u = u * jnp.any(leaf.g != 0, matrices.inputs, keepdims=True)
-    off = is_off(settings.weight_decay) or matrices.by_rows
-    decayed = u if off else u + settings.weight_decay * wider(leaf.x)
-    return u, lambda blocks: (blocks.over(decayed), {"m": m})
+    blocks = leaf.grow(u)
+    if not (is_off(settings.weight_decay) or matrices.by_rows):
+        u = u + settings.weight_decay * wider(leaf.x)
+    return blocks, blocks.over(u), {"m": m}
 
 
 def _by_parts(f: Callable[[Array, Array], Array], x: Array, y: Array) -> Array:

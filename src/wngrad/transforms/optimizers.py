@@ -14,18 +14,10 @@ import optax
 from jax import Array
 
 from wngrad.muon_numbers import FRESH, LEAST
+from wngrad.transforms import directions
 from wngrad.transforms.blocks import arrays, first_b, grown, norm_of, wider
-from wngrad.transforms.directions import (
-    Direction,
-    Leaf,
-    adam,
-    gradient,
-    momentum,
-    orthogonalized,
-    over_b,
-    running_mean,
-)
-from wngrad.transforms.layouts import Path, Shape, matrices_of
+from wngrad.transforms.directions import Leaf, Moved
+from wngrad.transforms.layouts import Path, matrices_of
 from wngrad.transforms.settings import (
     BInit,
     Layout,
@@ -215,11 +207,11 @@ def wnmuon(
     settings = Settings("wnmuon", **locals())
     matrices = matrices_of("wnmuon", layout)
 
-    def direction_of(path: Path, p: Array) -> Direction:
+    def direction_of(path: Path, p: Array) -> Callable[[Leaf], Moved]:
         stack = None if jnp.iscomplexobj(p) else matrices(path, p.shape)
         if stack is None:
-            return partial(adam, mu=settings.momentum)
-        return partial(orthogonalized, settings=settings, matrices=stack)
+            return partial(directions.adam, mu=settings.momentum)
+        return partial(directions.orthogonalized, settings=settings, matrices=stack)
 
     def start(params: PyTree, b: PyTree) -> WNMuonState:
         def of_vectors(path: Path, p: Array, like: Array) -> Any:
@@ -244,17 +236,17 @@ def wnmuon(
 def _norm(p: Array, b: Array) -> Array:
     """√(‖p‖²/neurons), one for each b; at least 0.1, or 1/√3 where that is 0."""
     # Divided first: the norm of all may be too large for its type where that of one is not.
-    mean = norm_of(wider(p) / math.sqrt(max(1, b.size)), None)
+    mean = norm_of(wider(p) / math.sqrt(max(1, b.size)))
     return jnp.where((p != 0).any(), jnp.maximum(mean, LEAST), FRESH).astype(jnp.float32)
 
 
 def _wngrad(settings: Settings, *, rated: bool = True) -> optax.GradientTransformation:
     buffered = not is_off(settings.momentum)
-    plain = gradient if rated else over_b
+    plain = directions.gradient if rated else directions.over_b
     return _steps(
         settings,
         lambda params, b: WNGradState(_zero(), b, _zeros(params) if buffered else None, _zero()),
-        lambda *leaf: partial(momentum, mu=settings.momentum) if buffered else plain,
+        lambda *leaf: partial(directions.momentum, mu=settings.momentum) if buffered else plain,
         rated=rated or not buffered,
     )
 
@@ -263,7 +255,7 @@ def _wn_adam(settings: Settings, *, rated: bool = True) -> optax.GradientTransfo
     return _steps(
         settings,
         lambda params, b: WNAdamState(_zero(), b, _zeros(params), _zeros(b), _zero()),
-        lambda *leaf: partial(running_mean, beta=settings.beta),
+        lambda *leaf: partial(directions.running_mean, beta=settings.beta),
         rated=rated,
     )
 
@@ -274,7 +266,7 @@ def _wn_adam(settings: Settings, *, rated: bool = True) -> optax.GradientTransfo
 def _steps(
     settings: Settings,
     start: Callable[[PyTree, PyTree], Any],
-    direction_of: Callable[[Path, Array], Direction],
+    direction_of: Callable[[Path, Array], Callable[[Leaf], Moved]],
     *,
     rated: bool = True,
 ) -> optax.GradientTransformation:
@@ -285,7 +277,7 @@ def _steps(
         direction_of: of a leaf's path and the leaf.
         rated: leave λ in it as the direction does; else it is taken out.
     """
-    shared = settings.per == "model"  # one b for all leaves
+    shared = {"b", "t"} if settings.per == "model" else set()  # one for all leaves
     decay = settings.weight_decay if settings.decoupled_weight_decay else 0.0
 
     def init(params: PyTree) -> Any:
@@ -293,28 +285,27 @@ def _steps(
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
-        tree_of_b = jax.tree.structure(state.b)
-        fields = {"velocity": tree, "m": tree, "rms": tree, "t": tree_of_b}
-        buffers = {
-            name: structure.flatten_up_to(getattr(state, name))
-            for name, structure in fields.items()
-            if getattr(state, name, None) is not None
+        n, count = len(leaves), optax.safe_increment(state.count)
+        if not n:
+            return updates, state._replace(count=count)
+        fields = {name: getattr(state, name, None) for name in ("b", "velocity", "m", "rms", "t")}
+        parts = {
+            name: [field] * n if name in shared else tree.flatten_up_to(field)
+            for name, field in fields.items()
+            if field is not None
         }
         xs = tree.flatten_up_to(updates if params is None else params)
         lam = settings.rate(state.count)
         lam = wider(lam) if isinstance(lam, Array) else lam  # λ² must not overflow float16
+        if shared:
+            norms = [norm_of(g).astype(state.b.dtype) for _, g in leaves]
+            blocks_of_all = grown(settings, lam, state.b, jnp.stack(norms))
 
-        proposals = []
+        results = []
         for i, (path, g) in enumerate(leaves):
-            old = {name: parts[i % len(parts)] for name, parts in buffers.items()}
-            proposals.append(direction_of(path, g)(Leaf(wider(g), xs[i], lam, old)))
-
-        blocks = grown(settings, [u for u, _ in proposals], state.b, lam)
-
-        moves = []
-        for i, (_, displacement) in enumerate(proposals):
-            live = blocks[0 if shared else i].live
-            move, new = displacement(blocks[0 if shared else i])
+            old = {name: part[i] for name, part in parts.items()}
+            grow = (lambda u: blocks_of_all) if shared else partial(grown, settings, lam, old["b"])
+            blocks, move, new = direction_of(path, g)(Leaf(wider(g), xs[i], lam, old, grow))
             if not rated:
                 move = move / jnp.where(lam == 0, 1, lam)
             if settings.finetune:
@@ -322,17 +313,20 @@ def _steps(
             if not is_off(decay):
                 move = move + lam * decay * wider(xs[i])
             # Exactly 0, and buffers as they were, where a block does not take the step.
-            moves.append(jnp.where(live, move, 0))
+            move = jnp.where(blocks.live, move, 0)
             for name, value in new.items():
-                at = i % len(buffers[name])
-                old = buffers[name][at]
-                buffers[name][at] = jnp.where(live, value, old).astype(old.dtype)
+                new[name] = jnp.where(blocks.live, value, old[name]).astype(old[name].dtype)
+            results.append({**old, **new, "b": blocks.b, "move": move, "skipped": blocks.skipped})
 
-        return tree.unflatten(moves), state._replace(
-            count=optax.safe_increment(state.count),
-            b=tree_of_b.unflatten([block.b for block in blocks]),
-            skipped=state.skipped + jnp.asarray(sum(block.skipped for block in blocks), jnp.int32),
-            **{name: fields[name].unflatten(parts) for name, parts in buffers.items()},
+        def whole(name: str) -> PyTree:
+            of_leaves = [result[name] for result in results]
+            return of_leaves[0] if name in shared else tree.unflatten(of_leaves)
+
+        skipped = sum(result["skipped"] for result in results[: 1 if shared else n])
+        return whole("move"), state._replace(
+            count=count,
+            skipped=state.skipped + jnp.asarray(skipped, jnp.int32),
+            **{name: whole(name) for name in parts},
         )
 
     return optax.GradientTransformation(init, update)

@@ -21,21 +21,10 @@ BInit = Number | Literal["gradient"] | tuple[Literal["gradient"], float]
 Per = Literal["neuron", "tensor", "model"]
 Nonfinite = Literal["propagate", "skip"]
 Layout = LayoutFunction | PyTree  # or a tree of labels
-Check = Callable[[str, str, Any], Any]  # of (owner, name, value): the value to go by
 
 
-def number(
-    owner: str,
-    name: str,
-    value: Any,
-    *,
-    above: float | None = None,
-    below: float = math.inf,
-    of_none: float | None = None,  # what None stands for, where it is allowed
-) -> Any:
+def number(owner: str, name: str, value: Any, above: Any = None, below: float = math.inf) -> Any:
     """A number in range as a float, or an array as it is; a traced one has no value to check."""
-    if value is None and of_none is not None:
-        return of_none
     if isinstance(value, jax.core.Tracer):
         return value
     try:
@@ -90,28 +79,26 @@ def _axis(owner: str, name: str, value: Any) -> Any:
     )
 
 
-def _row(default: Any, doc: str, check: Check | None = None) -> Any:
+_FRACTION = partial(number, below=1.0)
+
+
+def _row(default: Any, doc: str, check: Callable[[str, str, Any], Any] | None = None) -> Any:
     return field(default=default, metadata={"doc": doc, "check": check})
-
-
-_DECAY = partial(number, of_none=0.0)
-_MOMENTUM = partial(number, below=1.0, of_none=0.0)
-_BETA = partial(number, below=1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Settings:
     """What a transformation was made with, checked: a row of the table for each argument.
 
-    The defaults are those of `wngrad` and `wn_adam`, and of `wnmuon` where it alone has an argument.
-    The documentation is how their docstrings begin to speak of it.
+    The defaults are those of `wngrad` and `wn_adam`, and of `wnmuon` for what it alone takes; the
+    documentation is the beginning of what their docstrings say.
     """
 
     owner: str
     learning_rate: Rate = _row(1.0, "λ: a number, an array or a schedule.", _rate)
-    momentum: Number = _row(0.0, "μ of v ← μ·v + λ g/b_j, x ← x − v.", _MOMENTUM)
-    beta: Number = _row(0.9, "β of the running mean.", _BETA)
-    weight_decay: Number = _row(0.0, "added to the gradient before the norm is taken.", _DECAY)
+    momentum: Number = _row(0.0, "μ of v ← μ·v + λ g/b_j, x ← x − v.", _FRACTION)
+    beta: Number = _row(0.9, "β of the running mean.", _FRACTION)
+    weight_decay: Number = _row(0.0, "added to the gradient before the norm is taken.", number)
     decoupled_weight_decay: bool = _row(False, "shrink x by λ·weight_decay·x instead", _flag)
     b_init: BInit = _row(1.0, 'b₁: a number, or "gradient" (or ("gradient", C))', _b_init)
     per: Per = _row("neuron", "what shares one b", partial(_one_of, Per))
@@ -123,9 +110,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         for row in fields(self):
-            if check := row.metadata.get("check"):
-                checked = check(self.owner, row.name, getattr(self, row.name))
-                object.__setattr__(self, row.name, checked)
+            value, check = getattr(self, row.name), row.metadata.get("check")
+            if value is None and is_off(row.default):  # None is another word for 0
+                object.__setattr__(self, row.name, row.default)
+            elif check is not None:
+                object.__setattr__(self, row.name, check(self.owner, row.name, value))
 
     def rate(self, count: Any) -> Any:
         """λ after so many updates."""
