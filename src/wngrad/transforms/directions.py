@@ -13,7 +13,7 @@ from jax import Array
 from wngrad import rule
 from wngrad.muon_numbers import BETA2, VECTOR_SCALE
 from wngrad.transforms.blocks import Blocks, wider
-from wngrad.transforms.layouts import Matrices
+from wngrad.transforms.layouts import Matrices, Path
 from wngrad.transforms.orthogonal import orthogonalize
 from wngrad.transforms.settings import Number, Settings, is_off
 
@@ -21,6 +21,7 @@ from wngrad.transforms.settings import Number, Settings, is_off
 class Leaf(NamedTuple):
     """What a direction is given of one leaf."""
 
+    path: Path
     g: Array  # the gradient as seen: in float32 or wider, with coupled decay in it
     x: Array  # the parameter
     lam: Any  # λ
@@ -29,6 +30,7 @@ class Leaf(NamedTuple):
 
 
 Moved = tuple[Blocks, Array, dict[str, Array]]  # what is subtracted from x, and new buffers
+Direction = Callable[[Leaf], Moved]
 
 
 def over_b(leaf: Leaf) -> Moved:

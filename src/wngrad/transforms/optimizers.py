@@ -16,8 +16,8 @@ from jax import Array
 from wngrad.muon_numbers import FRESH, LEAST
 from wngrad.transforms import directions
 from wngrad.transforms.blocks import arrays, first_b, grown, norm_of, wider
-from wngrad.transforms.directions import Leaf, Moved
-from wngrad.transforms.layouts import Path, matrices_of
+from wngrad.transforms.directions import Direction, Leaf, Moved
+from wngrad.transforms.layouts import Matrices, Path, matrices_of
 from wngrad.transforms.settings import (
     BInit,
     Layout,
@@ -207,19 +207,20 @@ def wnmuon(
     settings = Settings("wnmuon", **locals())
     matrices = matrices_of("wnmuon", layout)
 
-    def direction_of(path: Path, p: Array) -> Callable[[Leaf], Moved]:
-        stack = None if jnp.iscomplexobj(p) else matrices(path, p.shape)
+    def stack_of(path: Path, p: Array) -> Matrices | None:
+        return None if jnp.iscomplexobj(p) else matrices(path, p.shape)
+
+    def direction(leaf: Leaf) -> Moved:
+        stack = stack_of(leaf.path, leaf.g)
         if stack is None:
-            return partial(directions.adam, mu=settings.momentum)
-        return partial(directions.orthogonalized, settings=settings, matrices=stack)
+            return directions.adam(leaf, settings.momentum)
+        return directions.orthogonalized(leaf, settings, stack)
+
+    def of_vectors(path: Path, p: Array, part: Array) -> Any:
+        return jnp.zeros_like(part) if stack_of(path, p) is None else optax.MaskedNode()
 
     def start(params: PyTree, b: PyTree) -> WNMuonState:
-        def of_vectors(path: Path, p: Array, like: Array) -> Any:
-            vector = jnp.iscomplexobj(p) or matrices(path, p.shape) is None
-            return jnp.zeros_like(like) if vector else optax.MaskedNode()
-
-        over = jax.tree_util.tree_map_with_path
-        rms, t = over(of_vectors, params, params), over(of_vectors, params, b)
+        rms, t = (jax.tree_util.tree_map_with_path(of_vectors, params, x) for x in (params, b))
         norm = jax.tree.map(_norm, params, b) if finetune else ()
         return WNMuonState(_zero(), b, _zeros(params), rms, t, _zero(), norm)
 
@@ -229,7 +230,7 @@ def wnmuon(
         learning_rate=lambda count: (jnp.asarray(settings.rate(count)) != 0).astype(jnp.float32),
         neuron_axis=lambda *leaf: getattr(matrices(*leaf), "neurons", None),  # None of a vector
     )
-    steps = _steps(ruled, start, direction_of)
+    steps = _steps(ruled, start, direction)
     return _transformation(settings, steps, optax.scale_by_learning_rate(settings.learning_rate))
 
 
@@ -246,7 +247,7 @@ def _wngrad(settings: Settings, *, rated: bool = True) -> optax.GradientTransfor
     return _steps(
         settings,
         lambda params, b: WNGradState(_zero(), b, _zeros(params) if buffered else None, _zero()),
-        lambda *leaf: partial(directions.momentum, mu=settings.momentum) if buffered else plain,
+        partial(directions.momentum, mu=settings.momentum) if buffered else plain,
         rated=rated or not buffered,
     )
 
@@ -255,7 +256,7 @@ def _wn_adam(settings: Settings, *, rated: bool = True) -> optax.GradientTransfo
     return _steps(
         settings,
         lambda params, b: WNAdamState(_zero(), b, _zeros(params), _zeros(b), _zero()),
-        lambda *leaf: partial(directions.running_mean, beta=settings.beta),
+        partial(directions.running_mean, beta=settings.beta),
         rated=rated,
     )
 
@@ -266,15 +267,14 @@ def _wn_adam(settings: Settings, *, rated: bool = True) -> optax.GradientTransfo
 def _steps(
     settings: Settings,
     start: Callable[[PyTree, PyTree], Any],
-    direction_of: Callable[[Path, Array], Callable[[Leaf], Moved]],
+    direction: Direction,
     *,
     rated: bool = True,
 ) -> optax.GradientTransformation:
-    """Directions under the rule, in float32 or wider: gives what is to be subtracted from x.
+    """A direction's steps, in float32 or wider: what is to be subtracted from x.
 
     Args:
         start: the state, of the parameters and b₁.
-        direction_of: of a leaf's path and the leaf.
         rated: leave λ in it as the direction does; else it is taken out.
     """
     shared = {"b", "t"} if settings.per == "model" else set()  # one for all leaves
@@ -288,11 +288,10 @@ def _steps(
         n, count = len(leaves), optax.safe_increment(state.count)
         if not n:
             return updates, state._replace(count=count)
-        fields = {name: getattr(state, name, None) for name in ("b", "velocity", "m", "rms", "t")}
         parts = {
             name: [field] * n if name in shared else tree.flatten_up_to(field)
-            for name, field in fields.items()
-            if field is not None
+            for name, field in state._asdict().items()
+            if name in ("b", "velocity", "m", "rms", "t") and field is not None
         }
         xs = tree.flatten_up_to(updates if params is None else params)
         lam = settings.rate(state.count)
@@ -305,7 +304,7 @@ def _steps(
         for i, (path, g) in enumerate(leaves):
             old = {name: part[i] for name, part in parts.items()}
             grow = (lambda u: blocks_of_all) if shared else partial(grown, settings, lam, old["b"])
-            blocks, move, new = direction_of(path, g)(Leaf(wider(g), xs[i], lam, old, grow))
+            blocks, move, new = direction(Leaf(path, wider(g), xs[i], lam, old, grow))
             if not rated:
                 move = move / jnp.where(lam == 0, 1, lam)
             if settings.finetune:
