@@ -28,13 +28,9 @@ class Blocks(NamedTuple):
     before: Array  # the b that was stored, times `scale`
     divisor: Array  # the new b, times `scale`
 
-    def scaled(self, u: Array) -> Array:
-        """u times `scale`, to be divided by `divisor`."""
-        return times(self.scale, u)
-
     def over(self, u: Array) -> Array:
         """u/b_j"""
-        return self.scaled(u) / self.divisor
+        return times(self.scale, u) / self.divisor
 
 
 def first_b(settings: Settings, params: PyTree) -> PyTree:

@@ -12,7 +12,7 @@ from jax import Array
 
 from wngrad import rule
 from wngrad.muon_numbers import BETA2, VECTOR_SCALE
-from wngrad.transforms.blocks import Blocks, wider
+from wngrad.transforms.blocks import Blocks, times, wider
 from wngrad.transforms.layouts import Matrices, Path
 from wngrad.transforms.orthogonal import orthogonalize
 from wngrad.transforms.settings import Number, Settings, is_off
@@ -48,14 +48,14 @@ def gradient(leaf: Leaf) -> Moved:
 def momentum(leaf: Leaf, mu: Number) -> Moved:
     """v ← μ·v + λ g/b_j,  x ← x − v."""
     blocks, v = leaf.grow(leaf.g), wider(leaf.buffers["velocity"])
-    v = rule.momentum(v, blocks.scaled(leaf.g), blocks.divisor, mu, leaf.lam)
+    v = rule.momentum(v, times(blocks.scale, leaf.g), blocks.divisor, mu, leaf.lam)
     return blocks, v, {"velocity": v}
 
 
 def running_mean(leaf: Leaf, beta: Number) -> Moved:
     """v ← β·(b_{j-1}/b_j)·v + (1−β)·λ g/b_j,  x ← x − v/(1−βᵗ)  (Alg. 4)."""
     blocks, v, t = leaf.grow(leaf.g), wider(leaf.buffers["velocity"]), leaf.buffers["t"] + 1
-    g, before, b = blocks.scaled(leaf.g), blocks.before, blocks.divisor
+    g, before, b = times(blocks.scale, leaf.g), blocks.before, blocks.divisor
     v = rule.mean_step(v, g, before, b, beta, leaf.lam)
     return blocks, v / bias_correction(beta, t), {"velocity": v, "t": t}
 
@@ -80,7 +80,7 @@ def orthogonalized(leaf: Leaf, settings: Settings, matrices: Matrices) -> Moved:
     m = rule.running_mean(wider(leaf.buffers["m"]), leaf.g, settings.momentum)
     ahead = rule.running_mean(m, leaf.g, settings.momentum)
 
-    def polar_factor(stack: Array) -> Array:
+    def polar_factor(stack: Array) -> Any:
         _, out, size = stack.shape
         scale = max(1.0, math.sqrt(out / size)) if size else 1.0
         return scale * orthogonalize(stack, settings.precision)

@@ -280,11 +280,9 @@ def _steps(
     shared = {"b", "t"} if settings.per == "model" else set()  # one for all leaves
     decay = settings.weight_decay if settings.decoupled_weight_decay else 0.0
 
-    def init(params: PyTree) -> Any:
-        return start(params, first_b(settings, params))
-
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
-        leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
+        tree: Any = jax.tree.structure(updates)
+        leaves = jax.tree_util.tree_leaves_with_path(updates)
         n, count = len(leaves), optax.safe_increment(state.count)
         if not n:
             return updates, state._replace(count=count)
@@ -328,7 +326,7 @@ def _steps(
             **{name: whole(name) for name in parts},
         )
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(lambda x: start(x, first_b(settings, x)), update)
 
 
 def _coupled(settings: Settings) -> list[optax.GradientTransformation]:
@@ -346,9 +344,6 @@ def _transformation(
     """A chain whose updates are rounded once, at the end; leaves may be Python's numbers."""
     wide = optax.chain(*parts) if len(parts) > 1 else parts[0]
 
-    def init(params: PyTree) -> Any:
-        return wide.init(arrays(params))
-
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, Any]:
@@ -361,7 +356,7 @@ def _transformation(
         new, state = wide.update(updates, state, arrays(params))
         return jax.tree.map(lambda new, old: new.astype(old.dtype), new, updates), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(lambda x: wide.init(arrays(x)), update)
 
 
 def _zero() -> Array:

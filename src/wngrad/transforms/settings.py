@@ -82,8 +82,9 @@ def _axis(owner: str, name: str, value: Any) -> Any:
 _FRACTION = partial(number, below=1.0)
 
 
-def _row(default: Any, doc: str, check: Callable[[str, str, Any], Any] | None = None) -> Any:
-    return field(default=default, metadata={"doc": doc, "check": check})
+def setting(default: Any, check: Callable[[str, str, Any], Any] | None, doc: str) -> Any:
+    """A row: its default, a check of (owner, name, value), and a line of documentation."""
+    return field(default=default, metadata={"check": check, "doc": doc})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,18 +96,18 @@ class Settings:
     """
 
     owner: str
-    learning_rate: Rate = _row(1.0, "λ: a number, an array or a schedule.", _rate)
-    momentum: Number = _row(0.0, "μ of v ← μ·v + λ g/b_j, x ← x − v.", _FRACTION)
-    beta: Number = _row(0.9, "β of the running mean.", _FRACTION)
-    weight_decay: Number = _row(0.0, "added to the gradient before the norm is taken.", number)
-    decoupled_weight_decay: bool = _row(False, "shrink x by λ·weight_decay·x instead", _flag)
-    b_init: BInit = _row(1.0, 'b₁: a number, or "gradient" (or ("gradient", C))', _b_init)
-    per: Per = _row("neuron", "what shares one b", partial(_one_of, Per))
-    neuron_axis: NeuronAxis = _row(None, "the axis (or axes) that count neurons", _axis)
-    nonfinite: Nonfinite = _row("propagate", '"propagate", or "skip"', partial(_one_of, Nonfinite))
-    layout: Layout = _row(None, "what each leaf is")
-    finetune: bool = _row(False, "for weights that were trained before", _flag)
-    precision: Any = _row("highest", "of the products in the orthogonalization")
+    learning_rate: Any = setting(1.0, _rate, "λ: a number, an array or a schedule.")
+    momentum: Number = setting(0.0, _FRACTION, "μ of v ← μ·v + λ g/b_j, x ← x − v.")
+    beta: Number = setting(0.9, _FRACTION, "β of the running mean.")
+    weight_decay: Number = setting(0.0, number, "added to the gradient before the norm is taken.")
+    decoupled_weight_decay: bool = setting(False, _flag, "shrink x by λ·weight_decay·x instead")
+    b_init: BInit = setting(1.0, _b_init, 'b₁: a number, or "gradient" (or ("gradient", C))')
+    per: Per = setting("neuron", partial(_one_of, Per), "what shares one b")
+    neuron_axis: NeuronAxis = setting(None, _axis, "the axis (or axes) that count neurons")
+    nonfinite: str = setting("propagate", partial(_one_of, Nonfinite), '"propagate", or "skip"')
+    layout: Layout = setting(None, None, "what each leaf is")
+    finetune: bool = setting(False, _flag, "for weights that were trained before")
+    precision: Any = setting("highest", None, "of the products in the orthogonalization")
 
     def __post_init__(self) -> None:
         for row in fields(self):
@@ -118,8 +119,7 @@ class Settings:
 
     def rate(self, count: Any) -> Any:
         """λ after so many updates."""
-        lam: Any = self.learning_rate
-        return lam(count) if callable(lam) else lam
+        return self.learning_rate(count) if callable(self.learning_rate) else self.learning_rate
 
     @property
     def c(self) -> Number | None:
@@ -127,6 +127,6 @@ class Settings:
         return self.b_init[1] if isinstance(self.b_init, tuple) else None
 
 
-def is_off(setting: Number) -> bool:
+def is_off(value: Number) -> bool:
     """Whether μ or a decay is a number that is 0; an array's value must not shape a state."""
-    return isinstance(setting, float) and setting == 0
+    return isinstance(value, float) and value == 0
