@@ -424,6 +424,19 @@ def test_skipped_blocks_stay_bit_identical_and_are_counted():
         assert int(optax.tree.get(new, "skipped")) == 2
 
 
+def test_one_b_of_all_leaves_is_counted_and_skipped_once():
+    opt, params = wn_adam(per="model", nonfinite="skip"), small_tree(0)
+    go = jax.jit(partial(step, opt))
+    params, state = go(params, opt.init(params), small_tree(1))
+    assert float(optax.tree.get(state, "t")) == 1
+    bad = {**small_tree(2), "bias": jnp.full(3, jnp.nan)}
+    after, new = go(params, state, bad)
+    assert int(optax.tree.get(new, "skipped")) == 1
+    for name in ("b", "velocity", "t"):
+        assert equal(optax.tree.get(new, name), optax.tree.get(state, name))
+    assert equal(after, params)
+
+
 def test_bad_gradients_show_by_default(make):
     if "nonfinite" in make.keywords:
         return

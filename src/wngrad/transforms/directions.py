@@ -23,7 +23,7 @@ class Leaf(NamedTuple):
 
     path: Path
     g: Array  # the gradient as seen: in float32 or wider, with coupled decay in it
-    x: Array  # the parameter
+    x: Any  # the parameter; None where there is no decay
     lam: Any  # λ
     buffers: dict[str, Array]  # those of the state, in the types they are stored in
     grow: Callable[[Array], Blocks]  # the rule for b, of u

@@ -291,7 +291,7 @@ def _steps(
             for name, field in state._asdict().items()
             if name in ("b", "velocity", "m", "rms", "t") and field is not None
         }
-        xs = tree.flatten_up_to(updates if params is None else params)
+        xs: list[Any] = [None] * n if is_off(settings.weight_decay) else tree.flatten_up_to(params)
         lam = settings.rate(state.count)
         lam = wider(lam) if isinstance(lam, Array) else lam  # λ² must not overflow float16
         if shared:
