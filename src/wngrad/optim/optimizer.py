@@ -114,8 +114,17 @@ class BlockOptimizer(Optimizer):
         """The step itself, with the gradients there are."""
         if self._swapped:
             self._refuse_within_averaged()
-        engine = None if torch.compiler.is_compiling() else self._engine
-        now = self._current_settings(engine)
+        engine, memo = None, None
+        if not torch.compiler.is_compiling():
+            engine = self._engine
+            memo = engine.memo
+            engine.steps += 1
+            if engine.steps == report.WARN_AFTER + 1:
+                report.warn_of_small_rate(self)
+        now = []
+        for group in self.param_groups:
+            settings.rename(type(self).__name__, self.Settings, group)
+            now.append(settings.read(type(self).__name__, self.Settings, group, memo))
         if engine is not None and engine.repeat(self, now):
             return
         differentiable = False
@@ -161,20 +170,6 @@ class BlockOptimizer(Optimizer):
     def _refuse_within_averaged(self) -> None:
         if self._swapped:
             raise RuntimeError(f"{self._owner}: `step` must not be taken within `averaged`.")
-
-    def _current_settings(self, engine: fused.Engine | None) -> list[settings.Settings]:
-        """The settings of all groups as they are now, checked."""
-        owner, kind, memo = type(self).__name__, self.Settings, None
-        if engine is not None:
-            memo = engine.memo
-            engine.steps += 1
-            if engine.steps == report.WARN_AFTER + 1:
-                report.warn_of_small_rate(self)
-        now = []
-        for group in self.param_groups:
-            settings.rename(owner, kind, group)
-            now.append(settings.read(owner, kind, group, memo))
-        return now
 
     # ---------------------------------------------------------------- groups and checkpoints
 
