@@ -16,6 +16,7 @@ from wngrad.optim import (
     average,
     blocks,
     checks,
+    collect,
     fused,
     report,
     scaling,
@@ -23,11 +24,10 @@ from wngrad.optim import (
     sharded,
     state,
     step,
-    units,
 )
+from wngrad.optim.collect import Step
 from wngrad.optim.directions import Direction
 from wngrad.optim.settings import Group
-from wngrad.optim.views import Step
 
 
 class BlockOptimizer(Optimizer):
@@ -131,7 +131,7 @@ class BlockOptimizer(Optimizer):
         for checked in now:
             differentiable = differentiable or checked.differentiable
         with torch.set_grad_enabled(differentiable):
-            steps = step.collect(self, now)
+            steps = collect.collect(self, now)
             untraceable = False
             for s in steps:
                 untraceable = untraceable or s.untraceable
@@ -141,7 +141,7 @@ class BlockOptimizer(Optimizer):
         self, steps: list[Step], now: list[settings.Settings], engine: fused.Engine | None
     ) -> None:
         """Propose, rule, move: by kernels where they can, and plainly where not."""
-        parts, launch = units.units(self, steps), None
+        parts, launch = collect.units(self, steps), None
         if engine is not None:
             parts, launch = engine.take(self, now, parts)
         batches = step.propose(parts)
@@ -199,7 +199,6 @@ class BlockOptimizer(Optimizer):
         settings.fit(owner, group)
         for i, p in enumerate(tensors):
             sharded.check(owner, p, state.shape_of({**group, "params": tensors}, i))
-            checks.representable(owner, group["b_init"], p.dtype)
             if group["fused"] and not fused.is_quietly_plain(p):
                 fused.insist(self, p, self._settings(group))
         param_group.update(group)  # as with torch, it stays the same object

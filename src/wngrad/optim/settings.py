@@ -271,8 +271,10 @@ def read(owner: str, kind: type[Settings], group: Group, memo: Memo | None = Non
 
 
 def fit(owner: str, group: Group) -> None:
-    """Refuse shapes in `per`, or a `joint`, that do not fit the group's parameters."""
+    """Refuse a `b_init`, shapes in `per` or a `joint` that do not fit the group's parameters."""
     params, per = checks.parameters(owner, group["params"]), group["per"]
+    for dtype in {p.dtype for p in params}:
+        checks.representable(owner, group["b_init"], dtype)
     if isinstance(per, list):
         shapes = cast(list[Shape], resolve(owner, per, params))
     elif group["joint"]:

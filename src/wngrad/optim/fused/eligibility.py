@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from wngrad.optim import memory, sharded
+from wngrad.optim.collect import Step, Unit, alone
 from wngrad.optim.directions import Direction, Orthogonalized
 from wngrad.optim.fused import cpu, matrices
 from wngrad.optim.fused.layout import fits
@@ -18,8 +19,6 @@ from wngrad.optim.fused.records import DTYPES, RULES
 from wngrad.optim.fused.snapshot import UNKNOWN_KIND, rate
 from wngrad.optim.settings import Settings
 from wngrad.optim.state import AVERAGE
-from wngrad.optim.units import Unit, alone
-from wngrad.optim.views import Step
 
 
 class Stepper(Protocol):

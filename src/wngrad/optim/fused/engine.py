@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from wngrad.optim import checks
+from wngrad.optim.collect import Unit
 from wngrad.optim.fused import cpu, cuda, eligibility, matrices
 from wngrad.optim.fused.eligibility import Stepper
 from wngrad.optim.fused.matrices import Stage
@@ -25,7 +26,6 @@ from wngrad.optim.fused.method import Method, method
 from wngrad.optim.fused.snapshot import Snapshot, Snapshots
 from wngrad.optim.fused.tiling import SMALL, Tiling, tiling
 from wngrad.optim.settings import Memo, Settings
-from wngrad.optim.units import Unit
 
 Launch: TypeAlias = cpu.Launch | cuda.Launch
 _MOST = 16  # launches kept at most, for models that train other parameters in every step

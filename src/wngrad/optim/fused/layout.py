@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from wngrad.optim.collect import Step
 from wngrad.optim.fused.records import TENSORS
 from wngrad.optim.state import AVERAGE
-from wngrad.optim.views import Step
 
 _MOST_KEPT, _MOST_SUMMED = 2, 4  # dimensions a strided address can have
 

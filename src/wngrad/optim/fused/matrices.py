@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from wngrad.optim import lists
+from wngrad.optim.collect import Step, Unit
 from wngrad.optim.directions import Orthogonalized
 from wngrad.optim.fused import matrices_cuda
 from wngrad.optim.fused.records import GROUP, number
 from wngrad.optim.modules import Layout
 from wngrad.optim.orthogonal import orthogonalize
 from wngrad.optim.step import working
-from wngrad.optim.units import Unit
-from wngrad.optim.views import Step
 
 _NAMES = GROUP.names or ()
 _WORDS, (_LAM, _MU, _SIGN) = len(_NAMES), map(_NAMES.index, ("lam", "mu", "sign"))

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from wngrad.optim.collect import Step, Unit
 from wngrad.optim.directions import Adam
 from wngrad.optim.fused.layout import tensors
 from wngrad.optim.fused.records import DECAYS, RULES, Decay, Rule, address, bits
 from wngrad.optim.settings import Settings
-from wngrad.optim.units import Unit
-from wngrad.optim.views import Step
 
 
 def places(view: Step) -> tuple[int, ...]:
