@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 RIVALS = ("muon", "adamw")
-RATES = (1e-3, 3e-4, 3e-3, 1e-4, 1e-2)  # from the middle: should time run out, the ends are missing
+RATES = (1e-3, 3e-4, 3e-3, 1e-2, 1e-4)  # from the middle: should time run out, the ends are missing
 DECAY = 0.1
 OTHER_DECAYS = (0.0333, 0.3)  # a third and three times the usual one
 SEEDS = (0, 1, 2)

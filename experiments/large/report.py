@@ -32,7 +32,7 @@ def write(out: Path, figures: Path, steps: int) -> list[Path]:
     figures.mkdir(parents=True, exist_ok=True)
     paths = [figures / f"{axis}.png" for axis in ("steps", "seconds")]
     for path in paths:
-        _draw(best(records), path)
+        _draw(best(records), tried(records), path)
     page = out / "table.md"
     page.write_text("\n".join(lines(records)) + "\n", encoding="utf-8")
     return [page, *paths]
@@ -69,7 +69,12 @@ def lines(records: Records) -> list[str]:
         step_ms = mean(1e3 * r["seconds"] / r["train"][-1][0] for r in runs)
         cells.append((LABELS[method], *settings, _loss(runs), len(runs), f"{step_ms:.1f}"))
     heads = ("method", "rate", "decay", "test loss, nats a byte", "n", "ms a step")
-    return [*table(heads, cells), "", *_sentences(best(records)), *_conditions(rows)]
+    return [
+        *table(heads, cells),
+        "",
+        *_sentences(best(records), tried(records)),
+        *_conditions(rows),
+    ]
 
 
 def _loss(runs: Sequence[Run]) -> str:
@@ -81,15 +86,27 @@ def _loss(runs: Sequence[Run]) -> str:
     return ", ".join([*reached, *([f"{lost} diverged"] if lost else [])])
 
 
-def _sentences(chosen: dict[str, list[Run]]) -> list[str]:
+def tried(records: Records) -> dict[str, list[float]]:
+    """The rates at which each rival has run with its usual decay."""
+    keys = [(run.method, run.rate) for run in records if run.decay == DECAY]
+    return {
+        rival: sorted({rate for method, rate in keys if method == rival and rate is not None})
+        for rival in RIVALS
+    }
+
+
+def _sentences(chosen: dict[str, list[Run]], rates: dict[str, list[float]]) -> list[str]:
     """When WNMuon is below what a rival ends at; whether a rival's best is an end of its grid."""
     made = []
     for method in RIVALS:
         if method not in chosen:
             continue
         runs = chosen[method]
-        if runs[0]["rate"] in (min(RATES), max(RATES)):
-            made.append(f"{LABELS[method]}'s best rate is an end of its grid.")
+        if missing := sorted(set(RATES) - set(rates[method])):
+            listed = ", ".join(f"{rate:g}" for rate in missing)
+            made.append(f"{LABELS[method]} has not run at {listed}.")
+        if runs[0]["rate"] in (rates[method][0], rates[method][-1]):
+            made.append(f"{LABELS[method]}'s best rate is an end of those that ran.")
         final, seconds = (mean(r[key] for r in runs) for key in ("loss", "seconds"))
         curve = _curve(chosen.get("wnmuon", []), "test")
         below = next((point for point in curve if point[1] <= final), None)
@@ -129,7 +146,7 @@ def _curve(runs: Sequence[Run], kind: str) -> list[tuple[float, float, float]]:
     return [tuple(mean(values) for values in zip(*point, strict=True)) for point in points]
 
 
-def _draw(chosen: dict[str, list[Run]], path: Path) -> None:
+def _draw(chosen: dict[str, list[Run]], rates: dict[str, list[float]], path: Path) -> None:
     """Test losses as lines with points, training losses behind; the file is named by its axis."""
     from matplotlib.figure import Figure
 
@@ -139,7 +156,9 @@ def _draw(chosen: dict[str, list[Run]], path: Path) -> None:
     lowest = min((r["loss"] for runs in chosen.values() for r in runs), default=1.0)
     for method, runs in chosen.items():
         rate = runs[0]["rate"]
-        label = LABELS[method] + ("" if rate is None else f" at {rate:g}, the best of {len(RATES)}")
+        label = LABELS[method]
+        if rate is not None:
+            label += f" at {rate:g}, the best of {len(rates[method])}"
         train, test = (_curve(runs, kind) for kind in ("train", "test"))
         windows = [train[k : k + TRAIN_WINDOW] for k in range(0, len(train), TRAIN_WINDOW)]
         smooth = [(window[-1][column], mean(point[1] for point in window)) for window in windows]
