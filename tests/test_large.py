@@ -224,7 +224,8 @@ def test_seconds_of_wnmuon_are_set_against_what_a_rival_ends_at():
         record("adamw", [4.0, 3.0, 2.5], 1.0, 1e-3),
     )
     chosen = {"wnmuon": [ours], "adamw": [adamw]}
-    said = "WNMuon is tested below AdamW's final loss, 2.5000, after 20 steps and 133 % of its seconds."
+    said = "WNMuon is tested below AdamW's final loss, 2.5000, "
+    said += "after 20 steps and 133 % of its seconds."
     assert report._sentences(chosen, {"adamw": sorted(RATES)}) == [said]
     assert report._sentences(chosen, {"adamw": [3e-4, 1e-3]}) == [
         "AdamW has not run at 0.0001, 0.003, 0.01.",
