@@ -112,7 +112,7 @@ def _check(owner: str, step: Step, kept: dict[str, Tensor]) -> None:
                 f"{owner}: `differentiable` parameters must not be leaves that require a "
                 f"gradient, got one of shape {tuple(p.shape)}; use a clone."
             )
-        layout = getattr(step.direction, "layout", None)
+        layout: Any = getattr(step.direction, "layout", None)
         if step.asks_ranks and orthogonal_sharded.is_cut(p, layout):
             raise ValueError(
                 f"{owner}: `differentiable` must be False for matrices that are cut between "

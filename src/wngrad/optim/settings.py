@@ -20,11 +20,11 @@ from typing import (
     TypedDict,
     TypeVar,
     cast,
-    dataclass_transform,
     get_args,
 )
 
 from torch import Tensor
+from typing_extensions import dataclass_transform
 
 from wngrad.optim import checks, sharded
 from wngrad.optim.blocks import NAMES, Per, Shape, named_shape, resolve
