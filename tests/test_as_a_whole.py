@@ -334,9 +334,7 @@ def test_a_rate_that_falls_right_after_a_load_finds_what_the_run_would_have_foun
 
 
 @pytest.mark.parametrize("spoiled", [0, 1, 2])
-def test_all_that_can_be_put_back_is_though_one_parameter_cannot(spoiled, request):
-    if spoiled < 2:
-        request.applymarker(fails("what comes after a parameter that fails stays at the average"))
+def test_all_that_can_be_put_back_is_though_one_parameter_cannot(spoiled):
     params = [nn.Parameter(torch.randn(4, 3)) for _ in range(3)]
     opt = WNMuon(params)
     stepped(params, opt, torch.randn(3, 3, 4, 3))

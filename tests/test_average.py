@@ -82,6 +82,20 @@ def test_an_evaluation_that_raises_puts_everything_back(make):
     train(a, opt, 1)  # and steps are allowed again
 
 
+def test_what_cannot_be_put_back_is_named_beside_the_error_inside():
+    model, opt = after(1, normalized())
+    before = copy.deepcopy(model.state_dict())
+    refused = pytest.raises(RuntimeError, match=r"`0\.bias` .*\(3,\) .*`1\.running_var`.* mean")
+    with refused as error, opt.averaged(model, batches=batches()):
+        model[0].bias.data = torch.zeros(2, 3)  # into which three numbers would broadcast
+        model[1].running_var.resize_(2)
+        raise ZeroDivisionError
+    assert isinstance(error.value.__context__, ZeroDivisionError)
+    lost = "0.bias", "1.running_var"
+    rest = {name: t for name, t in model.state_dict().items() if name not in lost}
+    assert all(torch.equal(t, before[name]) for name, t in rest.items())
+
+
 def test_no_step_and_no_second_entry_within():
     model = network()
     opt = WNMuon(model)

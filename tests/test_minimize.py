@@ -20,7 +20,7 @@ import paper
 from conftest import jax_in_float64
 from wngrad import EvaluationError, gradient_descent, minimize, scipy_method
 from wngrad.batch import Status
-from wngrad.batch.descent import StartError
+from wngrad.batch.minimizer import StartError
 from wngrad.problems import ZOO, logistic, quadratic, styblinski_tang
 
 BOWL = quadratic((1.0, 3.0, 10.0))
@@ -192,6 +192,12 @@ def test_a_run_that_no_longer_moves_says_so():
     assert res.nit <= 64
 
 
+def test_a_run_that_goes_to_and_fro_is_not_stalled():
+    """2/L on a parabola: x, −x, x, … is where it was before every other step."""
+    res = gradient_descent(lambda x: x @ x, [1.0], step=1.0, jac=lambda x: 2 * x, max_steps=200)
+    assert (res.status, res.nit) == (Status.STEP_LIMIT, 200)
+
+
 def test_a_function_that_raises_midway_keeps_the_last_good_point():
     count = itertools.count()
 
@@ -205,6 +211,26 @@ def test_a_function_that_raises_midway_keeps_the_last_good_point():
     assert info.value.result.status is Status.RAISED
     assert np.array_equal(info.value.result.x, bowl(max_steps=4).x)
     assert isinstance(info.value.__cause__, FloatingPointError)
+
+
+@pytest.mark.parametrize("at", ["gradient", "f"])
+def test_a_function_that_runs_out_of_data_is_named(at):
+    """A StopIteration of its own is not the end of ours."""
+    batches = iter([1.0] * 5)
+
+    def value(x):
+        return BOWL.f(x) * (next(batches) if at == "f" else 1.0)
+
+    def grad(x):
+        return BOWL.grad(x) * (next(batches) if at == "gradient" else 1.0)
+
+    with pytest.raises(
+        EvaluationError, match=r"^minimize: StopIteration after step 4 \(\)"
+    ) as info:
+        minimize(value, BOWL.x0, jac=grad, trace=True)
+    assert isinstance(info.value.__cause__, StopIteration)
+    assert info.value.result.status is Status.RAISED
+    assert len(info.value.result.trace) == 5
 
 
 def test_callbacks_by_scipys_convention():
@@ -233,6 +259,14 @@ def test_progress_is_a_line_now_and_then(capsys, monkeypatch):
     lines = capsys.readouterr().err.splitlines()
     assert 3 <= len(lines) <= 6
     assert all("minimize: step" in line and "‖∇f‖²" in line for line in lines)
+
+
+def test_progress_ends_its_line_on_a_terminal(capsys, monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr("wngrad.batch.observer.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    bowl(progress=True, max_steps=3, tol=0.0)
+    assert capsys.readouterr().err.endswith(" s\r\n")
 
 
 def test_nothing_grows_with_the_steps_unless_a_trace_is_asked_for():
@@ -498,6 +532,18 @@ def test_evaluations_are_counted():
     assert res.nfev == calls["f"]
 
 
+def test_the_evaluation_that_is_not_finite_is_counted():
+    calls = []
+
+    def grad(x):
+        calls.append(1)
+        return 2 * x if len(calls) < 4 else math.nan * x
+
+    res = minimize(lambda x: x @ x, [1.0, 2.0], jac=grad)
+    assert res.status is Status.NOT_FINITE
+    assert (res.nit, res.njev) == (2, 4) == (2, len(calls))
+
+
 def test_a_frozen_run_is_stalled_at_its_limit_too():
     assert bowl(b_init=1e18, tol=1e-30, max_steps=5).status is Status.STALLED
 
@@ -542,6 +588,14 @@ def test_a_gradient_may_change_its_type_on_the_way():
     res = minimize(BOWL.f, BOWL.x0, jac=lambda x: forms[next(counts) % 4](BOWL.grad(x)), tol=1e-8)
     assert res.success
     assert res.x.dtype == np.float64
+
+
+@pytest.mark.parametrize("array", [torch.ones, jnp.ones])
+def test_a_gradient_may_be_a_list_or_an_array_of_numpys(array):
+    for form in (np.asarray, np.ravel, lambda g: np.asarray(g).tolist()):
+        res = minimize(lambda x: (x * x).sum(), array((2, 3)), jac=lambda x, form=form: form(2 * x))
+        assert res.success
+        assert type(res.jac) is type(res.x)
 
 
 def test_the_type_of_x_survives_a_wider_gradient():

@@ -30,10 +30,10 @@ from wngrad import WNMuon, step_in_backward
 from wngrad.conformance.distributed import on_ranks
 from wngrad.optim.modules import Layout
 from wngrad.optim.orthogonal import orthogonalize
-from wngrad.optim.orthogonal_sharded import direction, orthogonalize_sharded, owners, slices
-from wngrad.optim.orthogonal_sharded.gram import packed, unpacked
-from wngrad.optim.orthogonal_sharded.owners import dealt
+from wngrad.optim.orthogonal_sharded import orthogonalize_sharded
+from wngrad.optim.orthogonal_sharded.messages import dealt, packed, unpacked
 from wngrad.optim.orthogonal_sharded.placement import COLUMNS, ROWS, _MeshCut, _parts
+from wngrad.optim.orthogonal_sharded.slices import Slice
 from wngrad.polynomials import LARGEST, LEAST
 
 MATRICES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
@@ -298,14 +298,12 @@ def skipped(mesh: Any) -> tuple[list[bool], int]:
 @contextmanager
 def half_on_the_wire() -> Iterator[None]:
     """Matrices travel in float16, as they do on CUDA."""
-    modules, before = (direction, owners, slices), slices.wire_type
+    before = Slice.wire_type
     try:
-        for module in modules:
-            module.wire_type = lambda x: torch.float16
+        Slice.wire_type = property(lambda _: torch.float16)
         yield
     finally:
-        for module in modules:
-            module.wire_type = before
+        Slice.wire_type = before
 
 
 def of_sizes(mesh: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import typing
+from functools import partial
 
 import numpy as np
 import pytest
@@ -56,6 +57,19 @@ def test_it_stops_when_f_is_small_enough():
     assert res.fun <= p.f_star + 1e-3
     assert res.nit % 7 == 0
     assert minimize_stochastic(noisy, [0.0], steps=3).status is Status.STEP_LIMIT
+
+
+def test_it_stops_where_f_is_small_enough_after_the_last_step():
+    """f is looked at once in 100 steps, and at the end."""
+    run = partial(minimize_stochastic, lambda x, rng: 2 * x, [1.0], b_init=5.0, f=lambda x: x @ x)
+    assert run(steps=50, tol=1e-6, check_every=100).status is Status.CONVERGED
+    assert run(steps=2, tol=1e-6, check_every=100).status is Status.STEP_LIMIT
+
+
+def test_the_smallest_and_the_largest_gradient_are_kept():
+    sizes = iter([3.0, 5.0, 1.0, 2.0])
+    res = minimize_stochastic(lambda x, rng: np.array([next(sizes)]), [0.0], steps=3)
+    assert (res.grad_first, res.grad_min, res.grad_max) == (3.0, 1.0, 5.0)
 
 
 def test_b_grows_like_the_root_of_the_steps():

@@ -2,8 +2,7 @@
 
 from wngrad.batch import bounds, schedules, weightnorm
 from wngrad.batch.certificate import Certificate, Claim
-from wngrad.batch.first_b import BInit
-from wngrad.batch.minimizer import gradient_descent, minimize
+from wngrad.batch.minimizer import BInit, gradient_descent, minimize
 from wngrad.batch.result import EvaluationError, Result, Status, Trace
 from wngrad.batch.scipy_adapter import scipy_method
 from wngrad.batch.stochastic import StochasticResult, minimize_stochastic

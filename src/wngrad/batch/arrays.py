@@ -29,25 +29,20 @@ _JAC = (
 class Kind:
     """One kind of array."""
 
+    array: type
     sq_norm: Callable[[Array], float]
     copy: Callable[[Array], Array]
     to_numpy: Callable[[Array], np.ndarray]
-    from_numpy: Callable[[np.ndarray, Array], Array]  # an array like the second one
-    cast: Callable[[Array, Array], Array]  # an array of the second one's type
-    is_array: Callable[[object], bool]
+    cast: Callable[[Array, Array], Array]  # an array, or one of NumPy's, in the second one's type
     plain: Callable[[Callable[..., Any]], Callable[..., Any]]  # a function, without autograd
     gradient_of: Callable[[Callable[..., Any]], Oracle] | None  # its own autograd
 
 
-def _loaded(module: str, name: str, x: object) -> bool:
-    """Whether `x` is an instance of a class of a module; if it is, the module is loaded."""
-    return module in sys.modules and isinstance(x, getattr(sys.modules[module], name))
-
-
 def kind_of(x: object) -> Kind:
-    if _loaded("torch", "Tensor", x):
+    """The kind of an array; a library that is not loaded has made none."""
+    if (torch := sys.modules.get("torch")) is not None and isinstance(x, torch.Tensor):
         return _torch()
-    if _loaded("jax", "Array", x):
+    if (jax := sys.modules.get("jax")) is not None and isinstance(x, jax.Array):
         return _jax()
     return _NUMPY
 
@@ -88,29 +83,6 @@ def norm(kind: Kind, v: Array) -> float:
     return largest * float(np.linalg.norm(wide / largest))
 
 
-def oracle(
-    owner: str, f: Callable[..., Any], jac: Any, kind: Kind, args: tuple[Any, ...]
-) -> Oracle:
-    """x -> (value or None, gradient), from what the caller gave."""
-    if not callable(f):
-        raise TypeError(f"{owner}: `f` must be a function, got {f!r}.")
-    g: Callable[..., Any] = (lambda x: f(x, *args)) if args else f
-    if jac is True:
-        return kind.plain(lambda x: g(kind.copy(x)))  # a function may work on its x in place
-    if callable(jac):
-        d = kind.plain(lambda x: jac(kind.copy(x), *args))
-        return lambda x: (None, d(x))
-    if isinstance(jac, str) and jac in ("2-point", "3-point"):
-        return _finite_differences(owner, kind.plain(g), central=jac == "3-point", kind=kind)
-    if isinstance(jac, str) and jac == "cs" and kind is _NUMPY:
-        return _complex_steps(owner, g)
-    if jac is not None:
-        raise ValueError(f"{owner}: {_JAC}; got {jac!r}.")
-    if kind.gradient_of is None:
-        raise ValueError(f"{owner}: {_JAC}; got None for a NumPy array.")
-    return kind.gradient_of(g)
-
-
 def scalar(owner: str, value: Any) -> float:
     """f's value as a float; an array of one element will do, as for scipy."""
     try:
@@ -119,62 +91,58 @@ def scalar(owner: str, value: Any) -> float:
         raise ValueError(f"{owner}: `f` must return one number, got {value!r}.") from None
 
 
-def first(owner: str, oracle: Oracle, kind: Kind, x: Array) -> tuple[Oracle, Any, Array]:
-    """The first evaluation, checked; and an oracle whose gradients are `own_gradient`s."""
-    pair = oracle(x)
-    if not (isinstance(pair, tuple) and len(pair) == 2):
-        raise ValueError(f"{owner}: `f` must return (value, gradient) for jac=True, got {pair!r}.")
-    value, gradient = pair
-    return own_oracle(oracle, kind), value, first_gradient(owner, "jac", gradient, kind, x)
+# ---------------------------------------------------------------- gradients
 
 
-def own_oracle(oracle: Oracle, kind: Kind) -> Oracle:
-    def value_and_gradient(x: Array) -> tuple[Any, Array]:
-        value, gradient = oracle(x)
-        return value, own_gradient(gradient, kind, x)
+def oracle(owner: str, f: Callable[..., Any], jac: Any, kind: Kind) -> Oracle:
+    """x -> (value or None, gradient), from what the caller gave."""
+    if jac is True:
+        return kind.plain(lambda x: f(kind.copy(x)))  # a function may work on its x in place
+    if callable(jac):
+        gradient = kind.plain(lambda x: jac(kind.copy(x)))
+        return lambda x: (None, gradient(x))
+    if isinstance(jac, str) and jac in ("2-point", "3-point"):
+        return _finite_differences(owner, kind.plain(f), central=jac == "3-point", kind=kind)
+    if isinstance(jac, str) and jac == "cs" and kind is _NUMPY:
+        return _complex_steps(owner, f)
+    if jac is not None:
+        raise ValueError(f"{owner}: {_JAC}; got {jac!r}.")
+    if kind.gradient_of is None:
+        raise ValueError(f"{owner}: {_JAC}; got None for a NumPy array.")
+    return kind.gradient_of(f)
 
-    return value_and_gradient
+
+def as_gradient(gradient: Any, kind: Kind, x: Array) -> Array:
+    """A gradient in memory of its own, which its function may use again, and of x's type.
+
+    Of a narrower one, ‖g‖² would be rounded to that type: 200² is 64 in int8.
+    """
+    of_this_kind = isinstance(gradient, kind.array)
+    if of_this_kind and gradient.dtype == x.dtype:
+        return kind.copy(gradient)
+    g = gradient if of_this_kind else np.asarray(gradient)
+    if "complex" in str(g.dtype):
+        raise TypeError(f"a gradient must hold real numbers, got {g.dtype}")
+    if not of_this_kind:
+        g = g.astype(np.float64)
+        g = g.reshape(x.shape) if g.size == math.prod(x.shape) else g
+    return kind.cast(g, x)
 
 
 def first_gradient(owner: str, name: str, gradient: Any, kind: Kind, x: Array) -> Array:
     """The first gradient, checked."""
     try:
-        g = own_gradient(gradient, kind, x)
+        g = as_gradient(gradient, kind, x)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{owner}: `{name}` must return an array of real numbers, got {gradient!r}."
         ) from error
-    check_shape(owner, name, g, x)
-    return g
-
-
-def own_gradient(gradient: Any, kind: Kind, x: Array) -> Array:
-    """A gradient in memory of its own, which its function may use again, and of x's type.
-
-    Of a narrower one, ‖g‖² would be rounded to that type: 200² is 64 in int8.
-    """
-    if kind.is_array(gradient):
-        if gradient.dtype == x.dtype:
-            return kind.copy(gradient)
-        _check_real(str(gradient.dtype))
-        return kind.cast(gradient, x)
-    g = np.asarray(gradient)
-    _check_real(str(g.dtype))
-    g = g.astype(np.float64)
-    return kind.from_numpy(g, x) if g.size == np.size(x) else g
-
-
-def _check_real(dtype: str) -> None:
-    if "complex" in dtype:
-        raise TypeError(f"a gradient must hold real numbers, got {dtype}")
-
-
-def check_shape(owner: str, name: str, g: Array, x: Array) -> None:
     if tuple(g.shape) != tuple(x.shape):
         raise ValueError(
             f"{owner}: `{name}` must return an array of the shape of `x0`, {tuple(x.shape)}, "
             f"got {tuple(g.shape)}."
         )
+    return g
 
 
 def _complex_steps(owner: str, f: Callable[..., Any]) -> Oracle:
@@ -185,18 +153,16 @@ def _complex_steps(owner: str, f: Callable[..., Any]) -> Oracle:
         for i in range(x.size):
             z = np.array(x, np.complex128)  # of a 0-d x `astype` may make a scalar
             z.flat[i] += 1j * h
-            gradient[i] = _imaginary_part(owner, f(z)) / h
+            value = f(z)
+            if not (np.iscomplexobj(value) and np.size(value) == 1):
+                raise ValueError(
+                    f"{owner}: `f` must return one complex number at complex x for jac='cs', "
+                    f"got {value!r}."
+                )
+            gradient[i] = float(np.reshape(np.imag(value), ())) / h
         return scalar(owner, f(x)), gradient.reshape(x.shape)
 
     return value_and_gradient
-
-
-def _imaginary_part(owner: str, value: Any) -> float:
-    if not (np.iscomplexobj(value) and np.size(value) == 1):
-        raise ValueError(
-            f"{owner}: `f` must return one complex number at complex x for jac='cs', got {value!r}."
-        )
-    return float(np.reshape(np.imag(value), ()))
 
 
 def _finite_differences(owner: str, f: Callable[..., Any], central: bool, kind: Kind) -> Oracle:
@@ -204,16 +170,18 @@ def _finite_differences(owner: str, f: Callable[..., Any], central: bool, kind: 
         flat = kind.to_numpy(x).astype(np.float64).ravel()
         # The step that balances truncation against rounding: ε^(1/2), or ε^(1/3) if central.
         h = epsilon(x) ** (1 / 3 if central else 1 / 2)
-        value = scalar(owner, f(x))
-        gradient = np.empty_like(flat)
+
+        def moved(i: int, d: float) -> float:
+            new = flat.copy()
+            new[i] += d
+            return scalar(owner, f(kind.cast(new.reshape(x.shape), x)))
+
+        value, gradient = scalar(owner, f(x)), np.empty_like(flat)
         for i in range(flat.size):
             d = h * max(1.0, abs(flat[i]))
-            ahead = scalar(owner, f(kind.from_numpy(_moved(flat, i, d), x)))
-            behind = value
-            if central:
-                behind = scalar(owner, f(kind.from_numpy(_moved(flat, i, -d), x)))
+            ahead, behind = moved(i, d), moved(i, -d) if central else value
             gradient[i] = (ahead - behind) / ((1 + central) * d)
-        return value, kind.from_numpy(gradient, x)
+        return value, kind.cast(gradient.reshape(x.shape), x)
 
     return value_and_gradient
 
@@ -224,10 +192,7 @@ def finite_difference_gradient(f: Callable[..., Any]) -> Callable[[Array], Array
     return lambda x: oracle(x)[1]
 
 
-def _moved(flat: np.ndarray, i: int, d: float) -> np.ndarray:
-    new = flat.copy()
-    new[i] += d
-    return new
+# ---------------------------------------------------------------- the three kinds
 
 
 def _numpy_sq_norm(g: Array, vdot: Callable[..., Any] = np.vdot) -> float:
@@ -236,12 +201,11 @@ def _numpy_sq_norm(g: Array, vdot: Callable[..., Any] = np.vdot) -> float:
 
 
 _NUMPY = Kind(
+    array=np.ndarray,
     sq_norm=_numpy_sq_norm,
     copy=np.array,
     to_numpy=np.asarray,
-    from_numpy=lambda a, like: a.reshape(np.shape(like)).astype(np.asarray(like).dtype),
     cast=lambda a, like: a.astype(like.dtype),
-    is_array=lambda g: isinstance(g, np.ndarray),
     plain=lambda f: f,
     gradient_of=None,
 )
@@ -260,26 +224,18 @@ def _torch() -> Kind:
 
         return value_and_gradient
 
-    def plain(f: Callable[..., Any]) -> Callable[..., Any]:
-        def detached(x: Array) -> Any:
-            with torch.no_grad():
-                return f(x)
-
-        return detached
-
     def sq_norm(g: Array) -> float:
         flat = g.detach().flatten()
         flat = flat if flat.device.type == "mps" else flat.double()  # which has no float64
         return float(torch.dot(flat, flat))
 
     return Kind(
+        array=torch.Tensor,
         sq_norm=sq_norm,
         copy=lambda x: x.detach().clone(),
         to_numpy=lambda x: x.detach().cpu().numpy(),
-        from_numpy=lambda a, like: torch.as_tensor(a).to(like).view_as(like),
-        cast=lambda a, like: a.detach().to(like),
-        is_array=lambda g: isinstance(g, torch.Tensor),
-        plain=plain,
+        cast=lambda a, like: torch.as_tensor(a).detach().to(like),
+        plain=lambda f: torch.no_grad()(f),
         gradient_of=gradient_of,
     )
 
@@ -297,12 +253,11 @@ def _jax() -> Kind:
         return oracle
 
     return Kind(
+        array=jax.Array,
         sq_norm=_numpy_sq_norm,  # in float64, which JAX may not have
         copy=lambda x: x,  # they never change
         to_numpy=np.asarray,
-        from_numpy=lambda a, like: jnp.asarray(a, like.dtype).reshape(like.shape),
-        cast=lambda a, like: a.astype(like.dtype),
-        is_array=lambda g: isinstance(g, jax.Array),
+        cast=lambda a, like: jnp.asarray(a, like.dtype),
         plain=lambda f: f,
         gradient_of=gradient_of,
     )

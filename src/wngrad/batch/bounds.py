@@ -147,14 +147,9 @@ def ceil(x: float) -> float:
     return float(math.ceil(x)) if math.isfinite(x) else x
 
 
-def well_started(b1: float, grad_norm: float) -> bool:
-    """b₁ ≥ ‖∇f(x₁)‖, with a rounding's grace."""
-    return b1 >= grad_norm * (1 - _GRACE)
-
-
-def short_step(b: float, lipschitz: float) -> bool:
-    """1/b ≤ 1/L, with a rounding's grace."""
-    return b >= lipschitz * (1 - _GRACE)
+def at_least(b: float, bound: float) -> bool:
+    """b ≥ ‖∇f(x₁)‖, or b ≥ L, with a rounding's grace."""
+    return b >= bound * (1 - _GRACE)
 
 
 def _positive(owner: str, **values: float) -> None:
@@ -170,5 +165,5 @@ def _nonnegative(owner: str, **values: float) -> None:
 
 
 def _start(owner: str, b1: float, grad_norm: float) -> None:
-    if not well_started(b1, grad_norm):
+    if not at_least(b1, grad_norm):
         raise ValueError(f"{owner}: `b1` must be >= ‖∇f(x₁)‖ = {grad_norm!r}, got {b1!r}.")

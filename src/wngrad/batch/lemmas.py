@@ -1,4 +1,4 @@
-"""The paper's lemmas and its theorem as claims about a run, where L and f* are known."""
+"""The paper's lemmas and theorems as claims about a run, where L and f* are known."""
 
 from __future__ import annotations
 
@@ -29,26 +29,17 @@ class Known(NamedTuple):
     def given(self) -> tuple[str, str]:
         return f"lipschitz={self.lipschitz:g}", f"f_star={self.f_star:g}"
 
-    def gap(self, value: float, rounding: float) -> float:
-        """f − f*, and what rounding may have taken from it."""
-        return max(0.0, value - self.f_star) + rounding * max(abs(value), abs(self.f_star))
-
 
 def hypotheses(draft: Draft, run: Result, known: Known) -> None:
     """What is taken on trust of f, and whether the run contradicts it."""
     lipschitz, f_star = known
     draft.assumed += [f"∇f is Lipschitz with L = {lipschitz:g}", f"f ≥ f* = {f_star:g}"]
-    seen = draft.lipschitz_seen
-    if run.trace is not None and seen > 0:
+    seen, trace = draft.lipschitz_seen, run.trace
+    if trace is not None and seen > 0:
         text = f"no slope of ∇f on the run, less rounding, exceeds {_ALLOWANCE}·L ({seen:.6g} seen)"
         draft.check(text, seen <= _ALLOWANCE * lipschitz)
-    _f_star(draft, run, f_star)
-
-
-def _f_star(draft: Draft, run: Result, f_star: float) -> None:
-    """Is some f that was seen below f*?"""
-    if run.trace is not None:
-        text, lowest = "no f(x_k) lies below f*", float(run.trace.fun.min())
+    if trace is not None:
+        text, lowest = "no f(x_k) lies below f*", float(trace.fun.min())
     elif math.isfinite(run.fun):
         text, lowest = "neither f(x₁) nor f(x) lies below f*", min(run.start.fun, run.fun)
     else:
@@ -58,73 +49,60 @@ def _f_star(draft: Draft, run: Result, f_star: float) -> None:
     draft.check(f"{text} (lowest {lowest:.6g})", lowest >= f_star - slack)
 
 
-def lemma_2_1(draft: Draft, run: Result, known: Known) -> None:
-    """The rate of a constant step of δ/L with δ ≤ 1."""
-    delta = known.lipschitz / run.start.b
-    if not bounds.short_step(run.start.b, known.lipschitz):
-        draft.not_claimed.append(f"Lemma 2.1: the step is {delta:.4g}/L, above 1/L")
-        return
-    delta, gap = min(1.0, delta), known.gap(run.start.fun, draft.rounding)
-    numbers = {"lipschitz": known.lipschitz, "gap": gap, "delta": delta}
-    steps = partial(bounds.lemma_2_1_steps, **numbers)
-    smallest = steps(tol=1.0) / (run.nit + 1)
-    _rate_claims(draft, run, f"Lemma 2.1, δ = {delta:.4g}", steps, smallest, known.given)
+def rate(draft: Draft, run: Result, known: Known) -> None:
+    """Lemma 2.1 for a constant step of δ/L, Theorem 2.3 for WNGrad.
 
-
-def theorem_2_3(draft: Draft, run: Result, known: Known) -> None:
-    """WNGrad's rate, from a b₁ above L (case 1) or below it (case 2)."""
-    case = 1 if run.start.b >= known.lipschitz else 2
-    if case == 2 and not _started_well(draft, run):
-        draft.not_claimed.append("Theorem 2.3, case 2: b₁ < ‖∇f(x₁)‖")
-        return
-    numbers = {**_start(run, known), "gap": known.gap(run.start.fun, draft.rounding)}
-    steps = partial(bounds.theorem_2_3_steps, **numbers)
-    smallest = bounds.theorem_2_3_sq_norm(**numbers, points=run.nit + 1)
-    _rate_claims(draft, run, f"Theorem 2.3, case {case}", steps, smallest, known.given)
-
-
-def _start(run: Result, known: Known) -> dict[str, float]:
-    """The numbers of the start that the bounds are stated in."""
-    norm = math.sqrt(run.start.sq_norm)
-    return {"lipschitz": known.lipschitz, "b1": run.start.b, "grad_norm": norm}
-
-
-def _rate_claims(
-    draft: Draft,
-    run: Result,
-    name: str,
-    steps: Callable[..., float],
-    smallest: float,
-    given: tuple[str, ...],
-) -> None:
-    """A rate, read both ways: how many points to ε, and how small by now."""
+    Read both ways: how many points it takes to ε, and how small ‖∇f‖² is by now.
+    """
+    (lipschitz, f_star), b1, f1 = known, run.start.b, run.start.fun
+    # f(x₁) − f*, and what rounding may have taken from it.
+    gap = max(0.0, f1 - f_star) + draft.rounding * max(abs(f1), abs(f_star))
+    steps: Callable[..., float]
+    if run.method == "constant":
+        delta = lipschitz / b1
+        if not bounds.at_least(b1, lipschitz):
+            draft.not_claimed.append(f"Lemma 2.1: the step is {delta:.4g}/L, above 1/L")
+            return
+        delta = min(1.0, delta)
+        name = f"Lemma 2.1, δ = {delta:.4g}"
+        steps = partial(bounds.lemma_2_1_steps, lipschitz=lipschitz, gap=gap, delta=delta)
+        smallest = steps(tol=1.0) / (run.nit + 1)
+    else:
+        case = 1 if b1 >= lipschitz else 2  # from a b₁ above L, or below it
+        if case == 2 and not _started_well(draft, run):
+            draft.not_claimed.append("Theorem 2.3, case 2: b₁ < ‖∇f(x₁)‖")
+            return
+        name, numbers = f"Theorem 2.3, case {case}", {**_start(run, known), "gap": gap}
+        steps = partial(bounds.theorem_2_3_steps, **numbers)
+        smallest = bounds.theorem_2_3_sq_norm(**numbers, points=run.nit + 1)
     if run.success and run.tol > 0:
         most = max(1.0, bounds.ceil(steps(tol=run.tol)))
-        draft.claim(f"{name}: points until ‖∇f‖² ≤ {run.tol:g}", run.nit + 1, most, given)
+        draft.claim(f"{name}: points until ‖∇f‖² ≤ {run.tol:g}", run.nit + 1, most, known.given)
     elif run.tol > 0:
         draft.not_claimed.append(f"{name}: points until ε, since the run ended before it")
     if math.isfinite(smallest):
         text = f"{name}: smallest ‖∇f‖² of {run.nit + 1} points"
         rounding = draft.rounding * run.start.sq_norm
-        draft.claim(text, run.best, smallest, given, rounding)
-
-
-def _started_well(draft: Draft, run: Result) -> bool:
-    norm = math.sqrt(run.start.sq_norm)
-    text = f"b₁ = {run.start.b:.6g} ≥ ‖∇f(x₁)‖ = {norm:.6g}"
-    good = bounds.well_started(run.start.b, norm)
-    if good and text not in draft.verified:
-        draft.verified.append(text)
-    return good
+        draft.claim(text, run.best, smallest, known.given, rounding)
 
 
 def lemmas_2_4_to_2_6(draft: Draft, run: Result, known: Known) -> None:
-    """Lemmas 2.4, 2.5 and 2.6."""
-    if run.trace is None:
+    """What b does on the way to L, at L and from there."""
+    trace = run.trace
+    if trace is None:
         draft.not_claimed.append("Lemmas 2.4, 2.5 and 2.6: no trace was kept (trace=True)")
         return
-    trace = run.trace
-    _lemma_2_4(draft, run, trace, known)
+    lipschitz, trust = known.lipschitz, known.given[:1]
+    # By point N, b has reached L or some ‖∇f‖² is ≤ ε. With ε just under everything seen before
+    # the end, b must reach L within N points.
+    low = float(trace.sq_norm[: max(1, len(trace) - 1)].min())
+    if low > 0:
+        tol = low * (1 - 1e-9)
+        n = bounds.lemma_2_4_points(lipschitz=lipschitz, b1=run.start.b, tol=tol)
+        if n <= len(trace) - 1:
+            short = lipschitz - float(trace.b[int(n) - 1])
+            text = f"Lemma 2.4: L − b_N at N = {int(n)}"
+            draft.claim(text, short, 0.0, trust, draft.rounding * lipschitz)
     settled = settling(trace, *known)
     if settled is None:
         draft.not_claimed.append("Lemmas 2.5 and 2.6: b never reached L")
@@ -138,7 +116,7 @@ def lemmas_2_4_to_2_6(draft: Draft, run: Result, known: Known) -> None:
     if not _started_well(draft, run):
         draft.not_claimed.append("Lemma 2.6, and f in Lemma 2.5: b₁ < ‖∇f(x₁)‖")
         return
-    start, trust = _start(run, known), known.given[:1]
+    start = _start(run, known)
     f_limit = bounds.lemma_2_5_f(f1=run.start.fun, **start)
     draft.claim("Lemma 2.5: f(x_{k0})", f_k0, f_limit, trust, rounding)
     b_limit = bounds.lemma_2_6_b(**start)
@@ -157,39 +135,34 @@ def settling(trace: Trace, lipschitz: float, f_star: float) -> tuple[int, float]
 
 def descent_lemma(draft: Draft, run: Result, known: Known) -> None:
     """f(x_{j+1}) ≤ f(x_j) − (1/b_j)(1 − L/(2b_j))‖∇f(x_j)‖², whatever b_j (Lemma A.1)."""
-    if run.trace is None or len(run.trace) < 2:
+    trace, lipschitz = run.trace, known.lipschitz
+    if trace is None or len(trace) < 2:
         return
-    b, sq, f = run.trace.b[:-1], run.trace.sq_norm[:-1], run.trace.fun
-    bound = f[:-1] - sq / b * (1 - known.lipschitz / (2 * b))
-    over, slack = f[1:] - bound, _slack(draft, run.trace, bound, known.lipschitz)
+    b, sq, f = trace.b[:-1], trace.sq_norm[:-1], trace.fun
+    bound = f[:-1] - sq / b * (1 - lipschitz / (2 * b))
+    # f is rounded relative to the numbers it is computed from, which its values tell of. And x is
+    # rounded by some δ = ε‖x‖, which moves f by up to ‖∇f‖δ + Lδ²/2: more, far from the origin.
+    sizes, norms = np.abs(f), np.sqrt(trace.sq_norm)
+    scale = np.maximum.reduce([sizes[:-1], sizes[1:], np.abs(bound), np.full_like(bound, sizes[0])])
+    moved = draft.rounding * (trace.x_norm[:-1] + trace.x_norm[1:])
+    steepest = np.maximum(norms[:-1], norms[1:])
+    slack = draft.rounding * scale + steepest * moved + lipschitz * moved**2 / 2
+    over = f[1:] - bound
     worst = int((over - slack).argmax())
     text = f"Lemma A.1: f(x_j) above the descent it must make, at worst (j = {worst + 2})"
     draft.claim(text, float(over[worst]), 0.0, known.given[:1], float(slack[worst]))
 
 
-def _slack(draft: Draft, trace: Trace, bound: np.ndarray, lipschitz: float) -> np.ndarray:
-    """What rounding may do to each side of the descent lemma, step by step.
-
-    f is rounded relative to the numbers it is computed from, which its values tell of. And x is
-    rounded by some δ = ε‖x‖, which moves f by up to ‖∇f‖δ + Lδ²/2: more, far from the origin.
-    """
-    f, norms = np.abs(trace.fun), np.sqrt(trace.sq_norm)
-    scale = np.maximum.reduce([f[:-1], f[1:], np.abs(bound), np.full_like(bound, f[0])])
-    moved = draft.rounding * (trace.x_norm[:-1] + trace.x_norm[1:])
-    steepest = np.maximum(norms[:-1], norms[1:])
-    slack: np.ndarray = draft.rounding * scale + steepest * moved + lipschitz * moved**2 / 2
-    return slack
+def _start(run: Result, known: Known) -> dict[str, float]:
+    """The numbers of the start that the bounds are stated in."""
+    norm = math.sqrt(run.start.sq_norm)
+    return {"lipschitz": known.lipschitz, "b1": run.start.b, "grad_norm": norm}
 
 
-def _lemma_2_4(draft: Draft, run: Result, trace: Trace, known: Known) -> None:
-    """By point N, b has reached L or some ‖∇f‖² is ≤ ε; ε is the run's smallest ‖∇f‖² but one."""
-    low = float(trace.sq_norm[: max(1, len(trace) - 1)].min())
-    if low <= 0:
-        return
-    # With ε just under everything seen before the end, b must reach L within N points.
-    numbers = {"lipschitz": known.lipschitz, "b1": run.start.b, "tol": low * (1 - 1e-9)}
-    n = bounds.lemma_2_4_points(**numbers)
-    if n <= len(trace) - 1:
-        short = known.lipschitz - float(trace.b[int(n) - 1])
-        rounding = draft.rounding * known.lipschitz
-        draft.claim(f"Lemma 2.4: L − b_N at N = {int(n)}", short, 0.0, known.given[:1], rounding)
+def _started_well(draft: Draft, run: Result) -> bool:
+    norm = math.sqrt(run.start.sq_norm)
+    text = f"b₁ = {run.start.b:.6g} ≥ ‖∇f(x₁)‖ = {norm:.6g}"
+    good = bounds.at_least(run.start.b, norm)
+    if good and text not in draft.verified:
+        draft.verified.append(text)
+    return good

@@ -1,4 +1,7 @@
-"""The observers of a run: a callback by scipy's convention, a trace, a line of progress."""
+"""Who watches a run: a callback by scipy's convention, a trace, a line of progress.
+
+A watcher is shown every point, from the first, and stops the run by returning True.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,16 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from wngrad.batch import arrays
 from wngrad.batch.arrays import Kind
+from wngrad.batch.iterates import Point
 from wngrad.batch.result import Trace
 
-
-class Point(NamedTuple):
-    """A point of the run."""
-
-    x: Any
-    g: Any
-    sq: float
-    value: float | None  # f, where the gradient came with it or an observer needs it
+Watcher = Callable[[int, Point], bool]  # of (steps taken, point)
 
 
 class Intermediate(NamedTuple):
@@ -35,51 +32,66 @@ class Intermediate(NamedTuple):
     sq_norm: float
 
 
-class BestPoint:
-    """A callback that keeps the point of the smallest f, before it calls another."""
+class Callback:
+    """A watcher that hands a copy of every point but the first to a callback, as scipy does."""
 
-    def __init__(self, callback: Any = None) -> None:
+    raised = False  # StopIteration, which stops the run as True does
+
+    def __init__(
+        self, callback: Any, kind: Kind, record: Callable[..., Any] = Intermediate
+    ) -> None:
+        if not callable(callback):
+            raise TypeError(f"minimize: `callback` must be a function, got {callback!r}.")
+        try:
+            self._named = "intermediate_result" in inspect.signature(callback).parameters
+        except ValueError:  # a built-in without a signature
+            self._named = False
+        self._callback, self._copy, self._record = callback, kind.copy, record
+
+    def __call__(self, nit: int, point: Point) -> bool:
+        if nit == 0:
+            return False
+        x, value = self._copy(point.x), float(point.value)
+        now = self._record(x=x, fun=value, nit=nit, b=point.b, sq_norm=point.sq)
+        try:
+            answer = self._callback(intermediate_result=now) if self._named else self._callback(x)
+        except StopIteration:
+            self.raised = True
+            return True
+        return isinstance(answer, (bool, np.bool_)) and bool(answer)
+
+
+class BestPoint:
+    """A watcher that keeps the point of the smallest f; `minimize` takes it for a callback."""
+
+    def __init__(self, callback: Callback | None) -> None:
         self.callback = callback
         self.point: Point | None = None
 
-    def see(self, point: Point) -> None:
-        value, best = point.value, self.point
-        if best is None or (value is not None and value < cast(float, best.value)):
+    def __call__(self, nit: int, point: Point) -> bool:
+        if self.point is None or point.value < self.point.value:
             self.point = point
+        return self.callback is not None and self.callback(nit, point)
 
 
-class Observer:
-    """All that is shown every point of a run."""
+class Recorder:
+    """A watcher that keeps the numbers of every point."""
 
-    def __init__(self, kind: Kind, callback: Any, trace: bool, progress: bool) -> None:
+    def __init__(self, kind: Kind) -> None:
         self._kind = kind
-        self.needs_f = trace or callback is not None
-        self._best = callback if isinstance(callback, BestPoint) else None
-        callback = callback.callback if isinstance(callback, BestPoint) else callback
-        self._callback = None if callback is None else _by_scipys_convention(callback, kind.copy)
-        self._rows: list[tuple[float, ...]] | None = [] if trace else None
-        self._progress = _Progress() if progress else None
-        self._last: tuple[Point, float] | None = None  # and its ‖x‖
+        self._rows: list[tuple[float, ...]] = []
+        self._before: tuple[Point, float] | None = None  # the point before, and its ‖x‖
+
+    def __call__(self, nit: int, point: Point) -> bool:
+        x_norm = arrays.norm(self._kind, point.x)
+        slope = self._slope(point, x_norm)
+        self._rows.append((point.b, point.sq, float(point.value), *slope, x_norm))
+        self._before = point, x_norm
+        return False
 
     @property
-    def trace(self) -> Trace | None:
-        return None if self._rows is None else Trace(*map(np.array, zip(*self._rows, strict=True)))
-
-    def note(self, nit: int, point: Point, b: float) -> bool:
-        """Show a new point to all; true if the callback wants to stop."""
-        value = math.nan if point.value is None else float(point.value)
-        if self._progress is not None:
-            self._progress.show(nit, point.sq, b)
-        if self._rows is not None:
-            x_norm = arrays.norm(self._kind, point.x)
-            self._rows.append((b, point.sq, value, *self._slope(point, x_norm), x_norm))
-            # A copy: the function may use the gradient's memory again.
-            self._last = point._replace(g=self._kind.copy(point.g)), x_norm
-        if self._best is not None:
-            self._best.see(point)
-        if self._callback is None or nit == 0:
-            return False
-        return self._callback(Intermediate(point.x, value, nit, b, point.sq))
+    def trace(self) -> Trace:
+        return Trace(*map(np.array, zip(*self._rows, strict=True)))
 
     def _slope(self, new: Point, x_norm: float) -> tuple[float, float]:
         """‖∇f(x_{k+1}) − ∇f(x_k)‖/‖x_{k+1} − x_k‖, and its condition.
@@ -87,9 +99,9 @@ class Observer:
         A gradient is rounded by ε‖∇f‖ and a point by ε‖x‖, which moves the gradient by slope·ε‖x‖;
         both are divided by the length of the step. Of a step of length ‖∇f‖/b that leaves ε·b.
         """
-        if self._last is None:
+        if self._before is None:
             return math.nan, math.nan
-        old, old_norm = self._last
+        old, old_norm = self._before
         moved = arrays.norm(self._kind, new.x - old.x)
         if not moved:
             return math.nan, math.nan
@@ -97,47 +109,22 @@ class Observer:
         gradients = math.sqrt(new.sq) + math.sqrt(old.sq)
         return slope, (gradients + slope * (x_norm + old_norm)) / moved
 
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.close()
 
-
-def _by_scipys_convention(
-    callback: Any, copy: Callable[[Any], Any]
-) -> Callable[[Intermediate], bool]:
-    """A callback as a function that is true if it wants to stop."""
-    if not callable(callback):
-        raise TypeError(f"minimize: `callback` must be a function, got {callback!r}.")
-    try:
-        named = "intermediate_result" in inspect.signature(callback).parameters
-    except ValueError:  # a built-in without a signature
-        named = False
-
-    def call(now: Intermediate) -> bool:
-        now = now._replace(x=copy(now.x))
-        try:
-            answer = callback(intermediate_result=now) if named else callback(now.x)
-        except StopIteration:
-            return True
-        return isinstance(answer, (bool, np.bool_)) and bool(answer)
-
-    return call
-
-
-class _Progress:
-    """A line of progress on standard error, about once a second."""
+class Progress:
+    """A watcher that prints a line on standard error, about once a second."""
 
     def __init__(self) -> None:
         self.since = self.last = time.monotonic()
         self.end = "\r" if sys.stderr.isatty() else "\n"
 
-    def show(self, nit: int, sq: float, b: float) -> None:
+    def __call__(self, nit: int, point: Point) -> bool:
         now = time.monotonic()
         if now - self.last >= 1.0:
             self.last = now
             took = now - self.since
-            text = f"minimize: step {nit:,}  ‖∇f‖² {sq:.3e}  b {b:.3e}  {took:.0f} s"
+            text = f"minimize: step {nit:,}  ‖∇f‖² {point.sq:.3e}  b {point.b:.3e}  {took:.0f} s"
             print(text, end=self.end, file=sys.stderr, flush=True)
+        return False
 
     def close(self) -> None:
         if self.end == "\r" and self.last > self.since:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -33,8 +33,6 @@ MESSAGES = {
     Status.STOPPED: "The callback stopped the run.",
     Status.RAISED: "f, its gradient or the callback raised; x is the last good point.",
 }
-# Without an observer f is evaluated at the ends alone: then nobody knows the last good point.
-F_NOT_FINITE = "f is not finite at x, though ∇f and b are."
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +106,17 @@ class EvaluationError(RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:  # for pickle, and so for a pool of processes
         return type(self), (*self.args, self.result)
+
+
+def raise_with(error: BaseException, owner: str, result: Any) -> NoReturn:
+    """Pass on what f, its gradient or the callback raised, with the last good point."""
+    if isinstance(error, KeyboardInterrupt):
+        error.result = result  # type: ignore[attr-defined]
+        raise error
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
+        error = error.__cause__  # a generator must not let it through as it is (PEP 479)
+    raise EvaluationError(
+        f"{owner}: {type(error).__name__} after step {result.nit} ({error}); "
+        f"the last good point is in this error's `result`.",
+        result,
+    ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
 from collections.abc import Callable
@@ -12,9 +11,9 @@ from typing import Any, cast
 import numpy as np
 
 from wngrad.batch.arrays import ROUNDING_UNITS, kind_of
-from wngrad.batch.descent import StartError
-from wngrad.batch.minimizer import check_count, minimize
-from wngrad.batch.observer import BestPoint, Point
+from wngrad.batch.iterates import Point
+from wngrad.batch.minimizer import StartError, check_count, minimize
+from wngrad.batch.observer import BestPoint, Callback
 from wngrad.batch.result import Result, Status
 
 _OWNER = "scipy_method"
@@ -36,34 +35,9 @@ def scipy_method(
     name of a scheme to a method of this kind. Bounds and constraints are refused; second
     derivatives are not used.
     """
-    from scipy.optimize import OptimizeResult
+    from scipy.optimize import OptimizeResult, OptimizeWarning
 
-    _warn_unused(options)
-    disp = bool(options.get("disp"))
-    chosen = _translated({key: value for key, value in options.items() if value is not None})
-    if kind_of(x0).gradient_of is None:
-        chosen.setdefault("jac", "3-point")
-    callback = chosen.pop("callback", None)
-    if callback is not None and not callable(callback):
-        raise TypeError(f"{_OWNER}: `callback` must be a function, got {callback!r}.")
-    best = BestPoint(None if callback is None else (callback := _Callback(callback)))
-    try:
-        res = minimize(fun, x0, args=args, callback=cast(Any, best), **chosen)
-    except StartError as start:
-        x, g, sq, value = start.point
-        result = OptimizeResult(
-            status=int(Status.NOT_FINITE), message=str(start), success=False, x=x, fun=value, jac=g,
-            nit=0, nfev=1, njev=1, sq_norm=sq,
-        )  # fmt: skip
-    else:
-        result = OptimizeResult(**_fields(res, cast(Point, best.point), callback))
-    if disp:
-        _tell(result)
-    return result
-
-
-def _warn_unused(options: dict[str, Any]) -> None:
-    """Take out what scipy hands to every method: refuse what would change the answer."""
+    # scipy hands these to every method: what would change the answer is refused.
     for name in ("bounds", "constraints"):
         given = options.pop(name, None)
         if given is not None and not (isinstance(given, (tuple, list)) and len(given) == 0):
@@ -71,7 +45,37 @@ def _warn_unused(options: dict[str, Any]) -> None:
     for name in ("hess", "hessp"):
         if options.pop(name, None) is not None:
             text = f"{_OWNER}: `{name}` is not used: WNGrad takes first derivatives only."
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+    disp = bool(options.get("disp"))
+    chosen = _translated({key: value for key, value in options.items() if value is not None})
+    kind = kind_of(x0)
+    if kind.gradient_of is None:
+        chosen.setdefault("jac", "3-point")
+    callback = chosen.pop("callback", None)
+    if callback is not None and not callable(callback):
+        raise TypeError(f"{_OWNER}: `callback` must be a function, got {callback!r}.")
+    watch = None if callback is None else Callback(callback, kind, OptimizeResult)
+    best = BestPoint(watch)
+    try:
+        res = minimize(fun, x0, args=args, callback=cast(Any, best), **chosen)
+    except StartError as start:
+        x, g, sq, value, _ = start.point
+        result = OptimizeResult(
+            status=int(Status.NOT_FINITE), message=str(start), success=False, x=x, fun=value, jac=g,
+            nit=0, nfev=1, njev=1, sq_norm=sq,
+        )  # fmt: skip
+    else:
+        result = OptimizeResult(**_fields(res, cast(Point, best.point), watch))
+    if disp:  # as scipy's methods: the message, or a warning, and what it took
+        if result.success:
+            print(result.message)
+        else:
+            warnings.warn(result.message, OptimizeWarning, stacklevel=3)
+        print(f"         Current function value: {result.fun:f}")
+        print(f"         Iterations: {result.nit}")
+        print(f"         Function evaluations: {result.nfev}")
+        print(f"         Gradient evaluations: {result.njev}")
+    return result
 
 
 def _translated(options: dict[str, Any]) -> dict[str, Any]:
@@ -96,56 +100,30 @@ def _translated(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-class _Callback:
-    """The caller's callback, handed what scipy's methods hand over."""
-
-    def __init__(self, callback: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, callback)
-        self.raised = False  # StopIteration
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from scipy.optimize import OptimizeResult
-
-        if "intermediate_result" in kwargs:
-            kwargs["intermediate_result"] = OptimizeResult(
-                **kwargs["intermediate_result"]._asdict()
-            )
-        try:
-            return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
-        except StopIteration:
-            self.raised = True
-            raise
-
-
-def _fields(res: Result, best: Point, callback: Any) -> dict[str, Any]:
+def _fields(res: Result, best: Point, callback: Callback | None) -> dict[str, Any]:
     """What scipy calls the parts of a result, at the point that is returned."""
-    names = ("nit", "nfev", "njev", "success", "message", "b", "trace")
-    fields = {name: getattr(res, name) for name in names}
-    fields |= {"status": int(res.status), "x": res.x, "fun": res.fun, "jac": res.jac}
-    fields["sq_norm"] = res.sq_norm
-    if res.status is Status.STOPPED:
+    names = (
+        "x",
+        "fun",
+        "jac",
+        "nit",
+        "nfev",
+        "njev",
+        "success",
+        "message",
+        "b",
+        "trace",
+        "sq_norm",
+    )
+    fields = {name: getattr(res, name) for name in names} | {"status": int(res.status)}
+    if callback is not None and res.status is Status.STOPPED:
         fields["status"] = _STOPPED
         if callback.raised:
             fields["message"] = "`callback` raised `StopIteration`."
     slack = ROUNDING_UNITS * res.eps * max(1.0, abs(res.start.fun))
     worse = not res.fun <= res.start.fun + slack
-    if (worse or not res.success) and cast(float, best.value) < res.fun:
-        fields |= {"x": best.x, "fun": float(cast(float, best.value)), "jac": best.g}
-        fields["sq_norm"] = best.sq
+    if (worse or not res.success) and best.value < res.fun:
+        fields |= {"x": best.x, "fun": float(best.value), "jac": best.g, "sq_norm": best.sq}
         if res.success:
             fields |= {"success": False, "message": _WORSE}
     return fields
-
-
-def _tell(result: Any) -> None:
-    """As scipy's methods: the message, or a warning, and what it took."""
-    from scipy.optimize import OptimizeWarning
-
-    if result.success:
-        print(result.message)
-    else:
-        warnings.warn(result.message, OptimizeWarning, stacklevel=4)
-    print(f"         Current function value: {result.fun:f}")
-    print(f"         Iterations: {result.nit}")
-    print(f"         Function evaluations: {result.nfev}")
-    print(f"         Gradient evaluations: {result.njev}")

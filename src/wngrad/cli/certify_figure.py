@@ -74,7 +74,7 @@ def _bounds(
     if settled is not None:
         k0, limit = settled
         left.hlines(limit, k[k0], k[-1] + 1, color=color, linestyle="--", linewidth=1)
-    if res.start.b < lipschitz and not bounds.well_started(res.start.b, norm):
+    if res.start.b < lipschitz and not bounds.at_least(res.start.b, norm):
         return  # Theorem 2.3 does not speak of such a start.
     limits = [
         bounds.theorem_2_3_sq_norm(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from wngrad.b_init import parse_b_init
 from wngrad.optim import memory
 
 BInit = float | Literal["gradient"] | tuple[Literal["gradient"], float]
@@ -90,15 +91,8 @@ def choice(names: tuple[str, ...]) -> Check:
 
 def b_init(owner: str, name: str, value: object) -> BInit:
     """b₁: a number, or ("gradient", C) for b₁ = C·λ·‖g₁‖."""
-    if isinstance(value, str) and value == "gradient":
-        return ("gradient", 1.0)
-    if isinstance(value, str):
-        raise ValueError(f"{owner}: {_B_INIT}, got {value!r}.")
-    if isinstance(value, Sequence):
-        if len(value) != 2 or value[0] != "gradient":
-            raise ValueError(f"{owner}: {_B_INIT}, got {value!r}.")
-        return ("gradient", finite(owner, name, value[1], above=0))
-    return finite(owner, name, value, above=0)
+    word, number = parse_b_init(owner, value, _B_INIT)
+    return number if word == "number" else ("gradient", number)
 
 
 _WIDE = {torch.float64, torch.complex128}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from wngrad import slopes
 from wngrad.optim import checks
+from wngrad.optim.average import snapshot
 
 
 def lipschitz_b_init(
@@ -56,64 +56,52 @@ def lipschitz_b_init(
     if not params:
         raise ValueError(f"{owner}: `model` must have a parameter that requires a gradient.")
     eps = max(torch.finfo(p.dtype).eps for p in params)
-    size = slopes.radius(far, _norm(params), eps)
+    size = slopes.radius(far, _norm(_flat(params)), eps)
     generator = torch.Generator().manual_seed(seed)
-    near = []
+    near = []  # points, and the gradients there
     for _ in range(points):
         away = [torch.randn(p.shape, generator=generator, dtype=_wide(p)) for p in params]
-        scale = size / _norm(away)
-        near.append(_gradient_at(model, params, [scale * d for d in away], closure))
-    pairs = ((_apart(u, v), _apart(g, h)) for (u, g), (v, h) in combinations(near, 2))
-    return lam * slopes.largest(owner, "closure", pairs)
-
-
-def _apart(u: Sequence[Tensor], v: Sequence[Tensor]) -> float:
-    return _norm([a - b for a, b in zip(u, v, strict=True)])
-
-
-def _gradient_at(
-    model: nn.Module, params: Sequence[Tensor], away: list[Tensor], closure: Callable[[], Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The point really reached, after rounding to the parameters' type, and the gradient there."""
-    with _untouched(model):
-        with torch.no_grad():
-            for p, d in zip(params, away, strict=True):
-                p.add_(d.to(p.device, p.dtype))
-        with torch.enable_grad():
-            grads = torch.autograd.grad(closure(), params, allow_unused=True)
-        point = [p.detach().to(_wide(p)).cpu().clone() for p in params]
-    zeros = (torch.zeros_like(u) for u in point)
-    return point, [
-        z if g is None else g.detach().to_dense().to(z.dtype).cpu()
-        for g, z in zip(grads, zeros, strict=True)
-    ]
+        scale = size / _norm(_flat(away))
+        with _untouched(model):
+            with torch.no_grad():
+                for p, d in zip(params, away, strict=True):
+                    p.add_((scale * d).to(p.device, p.dtype))
+            with torch.enable_grad():
+                grads = torch.autograd.grad(closure(), params, allow_unused=True)
+            pairs = zip(params, grads, strict=True)
+            dense = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in pairs]
+            near.append((_flat(params), _flat(dense)))  # as it is after rounding to their types
+    distances = ((_norm(u - v), _norm(g - h)) for (u, g), (v, h) in combinations(near, 2))
+    return lam * slopes.largest(owner, "closure", distances)
 
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Puts parameters, buffers and random states back, whatever happens inside."""
-    tensors = [*model.parameters(), *model.buffers()]
-    before = [t.detach().clone() for t in tensors]
+    """Puts parameters, gradients, buffers and random states back, whatever happens inside."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    restore = snapshot("lipschitz_b_init", tensors)
     grads = [(p, p.grad) for p in model.parameters()]
     buffers = [(module, dict(module.named_buffers(recurse=False))) for module in model.modules()]
-    cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
+    cuda = sorted({t.device.index for _, t in tensors if t.is_cuda})
     with torch.random.fork_rng(devices=cuda):
         try:
             yield
         finally:
-            with torch.no_grad():
-                for t, old in zip(tensors, before, strict=True):
-                    t.copy_(old)
             for p, grad in grads:
                 p.grad = grad
             for module, named in buffers:  # a forward pass may have put new ones in their place
                 for name, buffer in named.items():
                     setattr(module, name, buffer)
+            restore()
 
 
 def _wide(p: Tensor) -> torch.dtype:
     return torch.complex128 if p.is_complex() else torch.float64
 
 
-def _norm(tensors: Sequence[Tensor]) -> float:
-    return math.sqrt(sum(float(t.detach().to(_wide(t)).abs().square().sum()) for t in tensors))
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.detach().cpu().to(_wide(t)).flatten() for t in tensors])
+
+
+def _norm(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x))

@@ -26,7 +26,8 @@ from wngrad.optim import (
     units,
 )
 from wngrad.optim.directions import Direction
-from wngrad.optim.settings import Group, Settings
+from wngrad.optim.settings import Group
+from wngrad.optim.views import Step
 
 
 class BlockOptimizer(Optimizer):
@@ -43,13 +44,13 @@ class BlockOptimizer(Optimizer):
     _swapped = False  # within `averaged`
 
     def __init__(self, params: ParamsT, given: dict[str, Any]) -> None:
-        defaults = self.Settings.defaults
+        defaults = {name: row.default for name, row in self.Settings.rows.items()}
         for name in given.keys() - {"lr", "foreach", *defaults}:
             settings.refuse_argument(self._owner, name, given[name])
         every = {**defaults, **given}
         settings.check_defaults(self._owner, self.Settings, every)
         checks.iterable(self._owner, params)
-        self._fused_engine = fused.Engine()
+        self._renew()
         super().__init__(params, {name: every[name] for name in ("lr", *defaults)})
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -58,9 +59,10 @@ class BlockOptimizer(Optimizer):
         signature = inspect.signature(cls.__init__)
         named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         if len(named) < len(signature.parameters):
+            defaults = [(name, row.default) for name, row in cls.Settings.rows.items()]
             shared = [
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-                for name, default in {**cls.Settings.defaults, "foreach": None}.items()
+                for name, default in (*defaults, ("foreach", None))
                 if name not in signature.parameters
             ]
             cls.__signature__ = signature.replace(parameters=[*named[1:], *shared])  # type: ignore[attr-defined]
@@ -113,28 +115,26 @@ class BlockOptimizer(Optimizer):
         if self._swapped:
             self._refuse_within_averaged()
         engine = None if torch.compiler.is_compiling() else self._engine
-        now = self._current_settings(engine)
-        if engine is not None and engine.repeat(self, now):
+        now = self._current_settings()
+        if engine is not None and engine.repeat(self._scope(now)):
             return
         differentiable = False
-        for settings_now in now:
-            differentiable = differentiable or settings_now.differentiable
+        for checked in now:
+            differentiable = differentiable or checked.differentiable
         with torch.set_grad_enabled(differentiable):
             steps = step.collect(self, now)
-            # A trace would lose new state, and cannot see sparse gradients.
-            lacks = False
+            untraceable = False
             for s in steps:
-                kept = self.state.get(s.param, {})
-                lacks = lacks or not s.shapes.keys() <= kept.keys() or s.param.grad.is_sparse
-            (self._eager_update if lacks else self._update)(steps, now, engine)
+                untraceable = untraceable or s.untraceable
+            (self._eager_update if untraceable else self._update)(steps, now, engine)
 
     def _update(
-        self, steps: list[step.Step], now: list[Settings], engine: fused.Engine | None
+        self, steps: list[Step], now: list[settings.Settings], engine: fused.Engine | None
     ) -> None:
         """Propose, rule, move: by kernels where they can, and plainly where not."""
         parts, launch = units.units(self, steps), None
         if engine is not None:
-            parts, launch = engine.take(self, now, parts)
+            parts, launch = engine.take(self._scope(now), parts)
         batches = step.propose(parts)
         step.rule(type(self).__name__, parts, batches)
         if launch is not None:
@@ -143,7 +143,7 @@ class BlockOptimizer(Optimizer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _eager_update(
-        self, steps: list[step.Step], now: list[Settings], engine: fused.Engine | None
+        self, steps: list[Step], now: list[settings.Settings], engine: fused.Engine | None
     ) -> None:
         """An update outside any trace; takes back the state it made if it fails."""
         before = {s.param: dict(self.state[s.param]) for s in steps if s.param in self.state}
@@ -162,13 +162,17 @@ class BlockOptimizer(Optimizer):
         if self._swapped:
             raise RuntimeError(f"{self._owner}: `step` must not be taken within `averaged`.")
 
-    def _current_settings(self, engine: fused.Engine | None) -> list[Settings]:
+    def _scope(self, now: list[settings.Settings]) -> fused.Scope:
+        params = [p for group in self.param_groups for p in group["params"]]
+        return fused.Scope(self, params, self.param_groups, now)
+
+    def _current_settings(self) -> list[settings.Settings]:
         """The settings of all groups as they are now, checked."""
         owner, kind, memo = type(self).__name__, self.Settings, None
-        if engine is not None:
-            memo = engine.memo
-            engine.steps += 1
-            if engine.steps == report.WARN_AFTER + 1:
+        if not torch.compiler.is_compiling():
+            memo = self._memo
+            self._steps += 1
+            if self._steps == report.WARN_AFTER + 1:
                 report.warn_of_small_rate(self)
         now = []
         for group in self.param_groups:
@@ -182,14 +186,13 @@ class BlockOptimizer(Optimizer):
     def _owner(self) -> str:
         return type(self).__name__
 
-    @property
-    def _engine(self) -> fused.Engine:
-        """The cache of fused steps; made again after a copy, since none of it is state."""
-        if "_fused_engine" not in self.__dict__:
-            self._fused_engine = fused.Engine()
-        return self._fused_engine
+    def _renew(self) -> None:
+        """What is made again after a copy, since none of it is state."""
+        self._engine = fused.Engine()
+        self._memo: settings.Memo = {}  # of settings that were checked
+        self._steps = 0  # that were asked for, for a hint that is given once
 
-    def _settings(self, group: Group) -> Settings:
+    def _settings(self, group: Group) -> settings.Settings:
         return settings.read(self._owner, self.Settings, group, {})
 
     def add_param_group(self, param_group: Group) -> None:
@@ -222,6 +225,8 @@ class BlockOptimizer(Optimizer):
         super().__setstate__(state)
         if isinstance(per := self.defaults["per"], blocks.PortableCallable):
             self.defaults["per"] = per.function
+        if "_engine" not in self.__dict__:
+            self._renew()
         self._engine.forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from typing import (
     Any,
     ClassVar,
     Literal,
+    NamedTuple,
     NoReturn,
     TypedDict,
     TypeVar,
@@ -31,7 +32,18 @@ from wngrad.optim.checks import MAX_RATE, BInit, Check
 
 Nonfinite = Literal["propagate", "skip", "raise"]
 Group = dict[str, Any]  # torch's: the settings of some parameters, by name, and "params"
-_Table = TypeVar("_Table", bound=type["Settings"])
+_Table = TypeVar("_Table", bound="Settings")
+
+
+class Row(NamedTuple):
+    """A setting."""
+
+    default: Any
+    check: Check
+    doc: str
+    launch: Callable[[Any], object] | None
+    also: str | None
+    loaded: bool
 
 
 def setting(
@@ -54,31 +66,27 @@ def setting(
         also: another name under which a group may be given it.
         loaded: whether a checkpoint may change it; else it is the machine's, or the model's.
     """
-    facts = {"check": check, "doc": doc, "launch": launch, "also": also, "loaded": loaded}
-    return field(default=default, metadata=facts)
+    row = Row(default, check, doc, launch, also, loaded)
+    return field(default=default, metadata={"row": row})
 
 
 def like(name: str, default: Any) -> Any:
     """A row of the shared table with another default."""
-    (row,) = (row for row in fields(Settings) if row.name == name)
-    return field(default=default, metadata=row.metadata)
+    return field(default=default, metadata={"row": Settings.rows[name]._replace(default=default)})
 
 
 @dataclass_transform(
-    frozen_default=True, field_specifiers=(setting, like, field), kw_only_default=True
+    frozen_default=True, kw_only_default=True, field_specifiers=(setting, like, field)
 )
-def table(cls: _Table) -> _Table:
+def table(cls: type[_Table]) -> type[_Table]:
     """Make a class of fields a table, whose objects are the checked settings of a group."""
-    cls = dataclass(frozen=True, slots=True, eq=False, kw_only=True)(cls)
-    shared = getattr(cls.__base__, "defaults", {})  # come after those that are added
-    rows = {row.name: row for row in sorted(fields(cls), key=lambda row: row.name in shared)}
-    cls.defaults = {name: row.default for name, row in rows.items()}
-    cls.checks = {name: row.metadata["check"] for name, row in rows.items()}
-    cls.launch = {name: row.metadata["launch"] for name, row in rows.items()}
-    cls.aliases = {also: name for name, row in rows.items() if (also := row.metadata["also"])}
-    cls.unloaded = tuple(name for name, row in rows.items() if not row.metadata["loaded"])
-    cls.values = staticmethod(itemgetter(*rows))
-    return cls
+    made = dataclass(frozen=True, slots=True, eq=False, kw_only=True)(cls)
+    shared = getattr(cls.__base__, "rows", {})  # come after those that are added
+    rows = sorted(fields(made), key=lambda row: row.name in shared)
+    made.rows = {row.name: row.metadata["row"] for row in rows}
+    made.aliases = {row.also: name for name, row in made.rows.items() if row.also is not None}
+    made.values = staticmethod(itemgetter(*made.rows))
+    return made
 
 
 def _per(owner: str, name: str, value: object) -> object:
@@ -103,11 +111,8 @@ class Settings:
     Equal settings are one object, as far as they are cached.
     """
 
-    defaults: ClassVar[dict[str, Any]]
-    checks: ClassVar[dict[str, Check]]
-    launch: ClassVar[dict[str, Callable[[Any], object] | None]]
-    aliases: ClassVar[dict[str, str]]
-    unloaded: ClassVar[tuple[str, ...]]
+    rows: ClassVar[dict[str, Row]]
+    aliases: ClassVar[dict[str, str]]  # other names
     values: ClassVar[Callable[[Group], tuple[Any, ...]]]  # those of a group, in order
 
     weight_decay: float = setting(
@@ -160,7 +165,7 @@ class Settings:
     @property
     def key(self) -> tuple[object, ...]:
         """What a launch depends on: every setting, or as much of it as its row says."""
-        pairs = [(getattr(self, name), part) for name, part in self.launch.items()]
+        pairs = [(getattr(self, name), row.launch) for name, row in self.rows.items()]
         return tuple(value if part is None else part(value) for value, part in pairs)
 
 
@@ -191,9 +196,9 @@ def plain(owner: str, kind: type[Settings], group: Group) -> dict[str, Any]:
     A tensor that stands for a number stays: it may change in place, and is read in each step.
     """
     checked = {"lr": checks.rate(owner, group["lr"])}
-    for name, check in kind.checks.items():
+    for name, row in kind.rows.items():
         if name != "per":
-            value = check(owner, name, group[name])
+            value = row.check(owner, name, group[name])
             checked[name] = group[name] if isinstance(group[name], Tensor) else value
     return checked
 
@@ -219,7 +224,7 @@ def rename(owner: str, kind: type[Settings], group: Group) -> None:
     """Take over what was set under another name, checked under that."""
     for also, name in kind.aliases.items():
         if also in group:
-            kind.checks[name](owner, also, group[also])
+            kind.rows[name].check(owner, also, group[also])
             group[name] = group.pop(also)
 
 
@@ -240,17 +245,17 @@ def read(owner: str, kind: type[Settings], group: Group, memo: Memo | None = Non
     if not isinstance(lr, Tensor) and not (type(lr) is float and -MAX_RATE <= lr <= MAX_RATE):
         checks.rate_now(owner, lr)
     if memo is None:
-        return _checked(owner, kind, tuple([group[name] for name in kind.checks]))
+        return _checked(owner, kind, tuple([group[name] for name in kind.rows]))
     alone = not group["joint"] and not isinstance(group["per"], list)
     fitting = () if alone else tuple(map(id, group["params"]))  # a group may be edited
     values, known = kind.values(group), memo.get(id(group))
     if known is not None and fitting == known[1] and all(map(is_, values, known[0])):
         return known[2]
     if isinstance(group["b_init"], str) or not _PLAIN.issuperset(map(type, values)):
-        for name, check in kind.checks.items():
+        for name, row in kind.rows.items():
             # `per` stays a list of shapes, and a tensor what it is.
             if name != "per" and not isinstance(group[name], Tensor):
-                group[name] = check(owner, name, group[name])
+                group[name] = row.check(owner, name, group[name])
         values = kind.values(group)
     try:
         settings = _cached(owner, kind, tuple(map(checks.item, values)))
@@ -276,11 +281,11 @@ def fit(owner: str, group: Group) -> None:
 
 
 def _checked(owner: str, kind: type[Settings], values: tuple[Any, ...]) -> Settings:
-    pairs = zip(kind.checks.items(), values, strict=True)
-    return kind(**{name: check(owner, name, value) for (name, check), value in pairs})
+    pairs = zip(kind.rows.items(), values, strict=True)
+    return kind(**{name: row.check(owner, name, value) for (name, row), value in pairs})
 
 
-_cached = lru_cache(maxsize=1024, typed=True)(_checked)
+_cached: Any = lru_cache(maxsize=1024, typed=True)(_checked)
 
 
 # ------------------------------------------------------------------------------- refusals

@@ -27,7 +27,7 @@ def local(t: Tensor) -> Tensor:
 def local_gradient(p: Tensor) -> Tensor:
     """This rank's part of the gradient of `p`, summed over the ranks first if it is partial."""
     g: Any = p.grad
-    if is_sharded(g) and tuple(g.placements) != tuple(_placements(p)):
+    if is_sharded(g) and _placements(g) != _placements(p):
         g = g.redistribute(placements=_placements(p))
     return local(g)
 
@@ -40,20 +40,16 @@ def filled(
         return torch.full(blocks, value, dtype=dtype, device=p.device)
     from torch.distributed.tensor import Replicate, full
 
-    kept = [
-        place
-        if not _cut(place) or (blocks[place.dim] == p.shape[place.dim] and not one)
-        else Replicate()
-        for place in _placements(p)
-    ]
+    def keeps(place: Any) -> bool:
+        return not _cut(place) or (blocks[place.dim] == p.shape[place.dim] and not one)
+
+    placements = [place if keeps(place) else Replicate() for place in _placements(p)]
     mesh = cast(Any, p).device_mesh
-    return cast(Tensor, full(blocks, value, dtype=dtype, device_mesh=mesh, placements=kept))
+    return cast(Tensor, full(blocks, value, dtype=dtype, device_mesh=mesh, placements=placements))
 
 
 def check(owner: str, p: Tensor, blocks: Shape) -> None:
     """Refuse a placement under which a block's entries could not be told apart."""
-    if not is_sharded(p):
-        return
     for place in _placements(p):
         odd = _cut(place) and blocks[place.dim] not in (1, p.shape[place.dim])
         if odd or place.is_partial():
@@ -78,18 +74,15 @@ def check_joint(owner: str, params: Sequence[Tensor], shapes: Sequence[Shape]) -
     if len(cut) > 1:
         raise ValueError(
             f"{owner}: `joint` parameters must be sharded alike, got placements "
-            f"{[tuple(_placements(p)) for p in params]} for b of shapes {list(shapes)}; put the "
+            f"{[_placements(p) for p in params]} for b of shapes {list(shapes)}; put the "
             f"layer into a group of its own with `joint` = False."
         )
 
 
 def cuts(p: Tensor, b: Tensor) -> tuple[Any, ...]:
     """The process groups between whose ranks the blocks of `p` are cut; mostly none."""
-    if not is_sharded(p):
-        return ()
-    mesh = cast(Any, p).device_mesh
     places = enumerate(zip(_placements(p), _placements(b), strict=True))
-    return tuple(mesh.get_group(dim) for dim, (of_p, of_b) in places if _cut(of_p) != _cut(of_b))
+    return groups(p, [dim for dim, (of_p, of_b) in places if _cut(of_p) != _cut(of_b)])
 
 
 def cut_by(p: Tensor) -> list[tuple[int, Any]]:
@@ -99,8 +92,7 @@ def cut_by(p: Tensor) -> list[tuple[int, Any]]:
 
 def groups(p: Tensor, dims: Iterable[int]) -> tuple[Any, ...]:
     """The process groups along these dimensions of a sharded parameter's mesh."""
-    mesh = cast(Any, p).device_mesh
-    return tuple(mesh.get_group(dim) for dim in dims)
+    return tuple(cast(Any, p).device_mesh.get_group(dim) for dim in dims)
 
 
 def is_cut(p: Tensor, blocks: Shape) -> bool:
@@ -123,21 +115,22 @@ def over_ranks(counts: list[Tensor], params: list[Tensor]) -> list[int]:
     """
     meshes: dict[Any, list[int]] = {}
     for i, p in enumerate(params):
-        meshes.setdefault(cast(Any, p).device_mesh if is_sharded(p) else None, []).append(i)
-    totals = [0] * len(counts)
-    for mesh, members in meshes.items():
+        meshes.setdefault(getattr(p, "device_mesh", None), []).append(i)
+    largest = [0] * len(counts)
+    for members in meshes.values():
+        one = params[members[0]]
         mine = torch.stack([counts[i].to(counts[members[0]].device) for i in members])
-        for dim in range(mesh.ndim if mesh is not None else 0):
-            most = torch.distributed.ReduceOp.MAX
-            torch.distributed.all_reduce(mine, op=most, group=mesh.get_group(dim))
-        for i, total in zip(members, mine.tolist(), strict=True):
-            totals[i] = total
-    return totals
+        for group in groups(one, range(len(_placements(one)))):
+            torch.distributed.all_reduce(mine, op=torch.distributed.ReduceOp.MAX, group=group)
+        for i, count in zip(members, mine.tolist(), strict=True):
+            largest[i] = count
+    return largest
 
 
 def _cut(place: Any) -> bool:
     return not place.is_replicate() and not place.is_partial()  # a strided shard is one, too
 
 
-def _placements(p: Tensor) -> Sequence[Any]:
-    return cast(Sequence[Any], cast(Any, p).placements)
+def _placements(p: Tensor) -> tuple[Any, ...]:
+    """How the dimensions of its mesh place `p`; () if it is not sharded."""
+    return tuple(cast(Any, p).placements) if is_sharded(p) else ()

@@ -216,7 +216,7 @@ def _checked(opt: BlockOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         merged = {**group, **saved, "params": group["params"]}
         settings.rename(owner, kind, merged)
         merged |= settings.plain(owner, kind, merged)
-        merged |= {name: group[name] for name in kind.unloaded}
+        merged |= {name: group[name] for name, row in kind.rows.items() if not row.loaded}
         if isinstance(group["per"], list):
             merged["per"] = group["per"]
         settings.read(owner, kind, merged, {})

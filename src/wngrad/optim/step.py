@@ -48,11 +48,13 @@ def collect(opt: Any, settings: Sequence[Settings]) -> list[Step]:
         for i, p in enumerate(group["params"]):
             if p.grad is not None:
                 direction = opt.direction(group, p)
-                facts = direction, state.wanted(group, i, direction), state.holds(group, p)
+                shapes, kept = state.wanted(group, i, direction), opt.state.get(p, {})
+                facts = direction, shapes, state.holds(group, p), scale, traced
+                untraceable = not shapes.keys() <= kept.keys() or p.grad.is_sparse
                 is_shard = hasattr(p, "to_local")
-                steps.append(Step(p, number, checked, lam, *facts, scale, traced, is_shard))
-    for step in steps:
-        _check(type(opt).__name__, step, opt.state.get(step.param, {}))
+                step = Step(p, number, checked, lam, *facts, untraceable, is_shard)
+                _check(type(opt).__name__, step, kept)
+                steps.append(step)
     return steps
 
 
@@ -237,7 +239,7 @@ class Batch:
             t = lists.flatten(ts)
             self.t = t + 1 if live is None else torch.where(live, t + 1, t)
         if direction.decay and settings.decoupled_weight_decay and settings.weight_decay:
-            factor = direction.decay(self)
+            factor = direction.decay.kept(self)
             lists.mul_(x, [factor] * len(x) if isinstance(factor, Tensor) else factor)
         for name, new in self.new.items():
             lists.copy_(self.buffers[name], new)

@@ -33,6 +33,7 @@ class Step:
     holds: bool  # b stays at b₁
     scale: Tensor | None  # what a GradScaler has multiplied the gradient by
     traced: bool  # autograd or a compiler is to see the step
+    untraceable: bool  # a trace would lose new state, and cannot see sparse gradients
     sharded: bool
 
     p: Tensor = _LATER

@@ -6,21 +6,20 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
+
+from wngrad.b_init import parse_b_init as parse
+
+_B_INIT = '`b_init` must be a number > 0, "gradient" or ("gradient", C)'
 
 
 def parse_b_init(owner: str, b_init: Any) -> tuple[Any, Any]:
     """(b₁, None), or (None, C) where the first gradient sets it."""
-    if isinstance(b_init, str) and b_init == "gradient":
-        return None, 1.0
-    several = isinstance(b_init, (tuple, list))  # JSON gives back a list for a tuple
-    if several and len(b_init) == 2 and b_init[0] == "gradient":
-        return None, checked(owner, "b_init", b_init[1], above=0.0)
-    if b_init is None or several or isinstance(b_init, str):
-        raise ValueError(
-            f'{owner}: `b_init` must be a number > 0, "gradient" or ("gradient", C), '
-            f"got {b_init!r}."
-        )
-    return checked(owner, "b_init", b_init, above=0.0), None
+    if b_init is None:
+        raise ValueError(f"{owner}: {_B_INIT}, got None.")
+    word, number = parse(owner, b_init, _B_INIT, arrays=(jax.Array, np.ndarray))
+    number = checked(owner, "b_init", number, above=0.0)
+    return (number, None) if word == "number" else (None, number)
 
 
 def checked(

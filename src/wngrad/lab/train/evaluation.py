@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from wngrad.optim.average import batch_norms, batch_statistics, snapshot
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def evaluation(
     with ExitStack() as stack:
         moved = [_enter(opt, stack) for opt in optimizers]
         if any(moved) and model is not None and recompute is not None:
-            stack.enter_context(_statistics(model, recompute))
+            _take_statistics(model, recompute, stack)
         try:
             if model is not None:
                 model.eval()
@@ -60,12 +61,6 @@ def has_test_weights(opt: Any) -> bool:
     return _switches(opt) or keeps_average(opt)
 
 
-def batch_norms(model: nn.Module) -> list[_BatchNorm]:
-    """Layers with statistics that follow the training: frozen ones are evaluated as they are."""
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    return [norm for norm in norms if norm.training or not model.training]
-
-
 def _switches(opt: Any) -> bool:
     return hasattr(opt, "eval") and hasattr(opt, "train")
 
@@ -81,24 +76,12 @@ def _enter(opt: Any, stack: ExitStack) -> bool:
     return other
 
 
-@contextmanager
-def _statistics(model: nn.Module, recompute: Callable[[], None]) -> Iterator[None]:
-    layers = batch_norms(model)
-    held = [m for m in model.modules() if model.training and not m.training]
-    buffers = [b for layer in layers for b in layer.buffers()]
-    before = [b.clone() for b in buffers]
-    if layers:
-        model.train()
-        for module in held:
-            module.training = False
-        with torch.no_grad():
+def _take_statistics(model: nn.Module, recompute: Callable[[], None], stack: ExitStack) -> None:
+    """Of the weights that are in the model now, until the end of the test."""
+    if batch_norms(model):
+        stack.callback(snapshot("evaluation", model.named_buffers()))
+        with batch_statistics(model):
             recompute()
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
 
 
 def state_bytes(optimizers: Iterable[Any]) -> int:

@@ -24,14 +24,10 @@ from torch import nn
 
 from wngrad.lab.train import seeding
 from wngrad.lab.train.cuda_stats import StepMemory, synchronize
-from wngrad.lab.train.evaluation import (
-    batch_norms,
-    evaluation,
-    has_test_weights,
-    to_train,
-)
+from wngrad.lab.train.evaluation import evaluation, has_test_weights, to_train
 from wngrad.lab.train.naming import parse
 from wngrad.lab.train.spec import Lane
+from wngrad.optim.average import batch_norms
 
 
 class Trial:

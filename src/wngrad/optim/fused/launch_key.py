@@ -65,7 +65,7 @@ def decay(step: Step) -> Decay | None:
         return Decay.NONE
     if not step.settings.decoupled_weight_decay:
         return Decay.COUPLED
-    return DECAYS.get(step.direction.decay)
+    return DECAYS.get(type(step.direction.decay))
 
 
 def runs_native(p: Tensor, settings: Settings) -> bool:

@@ -169,7 +169,11 @@ class TorchStage:
             for matrix in matrices:
                 p = scope.params[matrix.place]
                 kept = scope.optimizer.state[p]
-                step = Step(p, group, settings, lam, direction, {}, False, scale, False, False)
+                step = Step(
+                    *(p, group, settings, lam, direction, {}),
+                    **{"holds": False, "scale": scale, "traced": False},
+                    **{"untraceable": False, "sharded": False},
+                )
                 step.p, step.g, step.shape = p, cast(Tensor, p.grad), p.shape
                 step.b, step.t, step.buffers = kept["b"], kept["t"], {"m": kept["m"]}
                 steps.append(step)

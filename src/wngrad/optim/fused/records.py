@@ -100,7 +100,11 @@ class Decay(IntEnum):
     NONE, COUPLED, DECOUPLED, BY_RATE = range(4)
 
 
-DECAYS = {None: Decay.NONE, decays.by_lr: Decay.DECOUPLED, decays.by_rate: Decay.BY_RATE}
+DECAYS: dict[type, Decay] = {
+    type(None): Decay.NONE,
+    decays.ByLr: Decay.DECOUPLED,
+    decays.ByRate: Decay.BY_RATE,
+}
 
 
 class Refused(NamedTuple):

@@ -1,8 +1,8 @@
 """Orthogonalization of matrices that are cut between ranks, with few bytes and few messages.
 
-Momentum is updated where it lies, entry by entry. Then, for all matrices of a step together:
+For all matrices of a step together:
 
-1. Gram (`gram`). Of a matrix that is cut between its m rows, with n columns,
+1. Gram (`by_gram`). Of a matrix that is cut between its m rows, with n columns,
 
        XᵀX = Σ over ranks of XᵣᵀXᵣ,    Uᵣ = Xᵣ·P(XᵀX)        (P: `orthogonal.gram_factor`)
 
@@ -10,7 +10,7 @@ Momentum is updated where it lies, entry by entry. Then, for all matrices of a s
    before, to ‖X‖ = 1, which needs the largest entry and the norm of the whole: one all-gather of
    these two numbers of each part, a maximum and a sum in one message. A matrix that is cut between
    its columns is the same, transposed.
-2. Owners (`owners`). Every other matrix goes to one rank, which orthogonalizes it and sends their
+2. Owners (`Exchange`). Every other matrix goes to one rank, which orthogonalizes it and sends their
    parts back to all. Matrices are dealt out by their work, the largest first, to the rank that has
    the least. One all-to-all there, one back. On CUDA they travel in float16, and are scaled before.
 
@@ -32,7 +32,128 @@ columns (which rows have a gradient). What is not finite anywhere makes its whol
 every rank.
 """
 
-from wngrad.optim.orthogonal_sharded.direction import Shard, orthogonalize_sharded, propose
-from wngrad.optim.orthogonal_sharded.placement import is_cut
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wngrad.optim import sharded
+from wngrad.optim.modules import Layout
+from wngrad.optim.orthogonal import orthogonalize_all
+from wngrad.optim.orthogonal_sharded.messages import Exchange, by_gram, scaled
+from wngrad.optim.orthogonal_sharded.placement import is_cut, parts
+from wngrad.optim.orthogonal_sharded.slices import Slice, alike, in_order, joined, together
 
 __all__ = ["Shard", "is_cut", "orthogonalize_sharded", "propose"]
+
+
+class Orthogonalizing(Protocol):
+    """A direction that orthogonalizes."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def rows_apart(self) -> bool:
+        """Whether rows without a gradient do not move: an embedding's."""
+
+
+class Shard(NamedTuple):
+    """A sharded parameter, and what this rank has for its step, in its part's shape."""
+
+    p: Tensor
+    direction: Orthogonalizing
+    g: Tensor
+    ahead: Tensor  # what is to be orthogonalized: μ·m + (1−μ)·g
+
+
+def propose(shards: Sequence[Shard]) -> list[Tensor]:
+    """u of sharded parameters, orthogonalized and scaled: this rank's part."""
+    layouts = [shard.direction.layout for shard in shards]
+    ahead = [shard.ahead for shard in shards]
+    params = [shard.p for shard in shards]
+    triples = zip(params, layouts, orthogonalize_sharded(params, layouts, ahead), strict=True)
+    u = [layout.scale(p.shape) * polar for p, layout, polar in triples]
+    apart = [i for i, shard in enumerate(shards) if shard.direction.rows_apart]
+    for i, rows in zip(apart, _rows_with_gradient([shards[i] for i in apart]), strict=True):
+        u[i] = u[i] * rows
+    return u
+
+
+def _rows_with_gradient(shards: Sequence[Shard]) -> list[Tensor]:
+    """Which indices of dimension 0 have a gradient on any rank, in a shape to multiply u by."""
+
+    def on_any_rank(key: tuple[tuple[Any, ...], torch.device], flags: Tensor) -> Tensor:
+        for group in key[0]:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        return flags
+
+    keys = []
+    for p, direction, g, _ in shards:
+        cuts = sharded.cut_by(p) if is_cut(p, direction.layout) else []
+        groups = sharded.groups(p, [dim for dim, place in cuts if place.dim > 0])
+        keys.append((groups, g.device))
+    flags = [(shard.g != 0).flatten(1).any(1).to(torch.uint8) for shard in shards]
+    pairs = zip(together(on_any_rank, keys, flags), shards, strict=True)
+    return [rows.bool().view(-1, *[1] * (shard.g.dim() - 1)) for rows, shard in pairs]
+
+
+def orthogonalize_sharded(
+    params: Sequence[Tensor], layouts: Sequence[Layout], tensors: Sequence[Tensor]
+) -> list[Tensor]:
+    """`orthogonalize` of every matrix of tensors that are sharded like `params`.
+
+    Args:
+        tensors: this rank's part of each, in the parameter's shape.
+
+    Returns:
+        This rank's part of each result.
+    """
+    slices: list[Slice] = []
+    places: list[list[tuple[Layout, Tensor, int]]] = []  # where results go, from how many slices
+    for p, layout, t in zip(params, layouts, tensors, strict=True):
+        places.append([])
+        for part in parts(p, layout):
+            local = t[part.start : part.stop]
+            groups = sharded.groups(p, [cut.mesh_dim for cut in part.cuts])
+            stack = part.layout.matrices(local)
+            found = [Slice(stack, part.rows, part.columns, part.cuts, groups)]
+            if found[0].moves:  # one matrix at a time, so that they can be spread over owners
+                found = [replace(found[0], x=x) for x in torch.split(stack, 1)]
+            slices += found
+            places[-1].append((part.layout, local, len(found)))
+    narrow = [i for i, s in enumerate(slices) if s.moves and s.wire_type != s.x.dtype]
+    for i, x in zip(narrow, scaled([slices[i] for i in narrow]), strict=True):
+        slices[i] = replace(slices[i], x=x)
+    results = iter(_orthogonalized(slices))
+    return [
+        joined(
+            [
+                layout.restore(joined([next(results) for _ in range(count)]), local)
+                for layout, local, count in of_p
+            ]
+        )
+        for of_p in places
+    ]
+
+
+def _orthogonalized(slices: list[Slice]) -> list[Tensor]:
+    """The orthogonalized x of every slice."""
+    small = [i for i, s in enumerate(slices) if s.takes_gram]
+    out = dict(zip(small, by_gram([slices[i] for i in small]), strict=True))
+    whole = [i for i, s in enumerate(slices) if not s.cuts]
+    ways = alike((s.groups[-1], *s.message[1:]) if s.moves else None for s in slices)
+    moving = [members for way, members in ways.items() if way is not None]
+    exchanges = [Exchange([slices[i] for i in members]) for members in moving]
+    owned = [exchange.gather() for exchange in exchanges]
+    rest = [slices[i] for i in whole] + [s for part in owned for s in part]
+    results = iter(_orthogonalized(rest) if moving else orthogonalize_all([s.x for s in rest]))
+    out.update([(i, next(results)) for i in whole])
+    for members, exchange, part in zip(moving, exchanges, owned, strict=True):
+        out.update(zip(members, exchange.scatter([next(results) for _ in part]), strict=True))
+    return in_order(out)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -94,12 +93,38 @@ def _parts(shape: Shape, layout: Layout, cuts: tuple[_MeshCut, ...]) -> tuple[Pa
         alike = _matrix_cuts(shape, layout.kind, cuts, (0, size))
         return (Part(0, stop - start, layout, rows, columns, alike),)
     parts = []
-    for first in range(0, shape[0], size):
-        piece = first, first + size
+    for begin in range(0, shape[0], size):
+        piece = begin, begin + size
         low, high = _overlap((start, stop), piece)
-        own = _matrix_cuts(shape, layout.kind, cuts, piece)
-        parts.append(Part(low - start, high - start, Layout(layout.kind), rows, columns, own))
+        found = _matrix_cuts(shape, layout.kind, cuts, piece)
+        parts.append(Part(low - start, high - start, Layout(layout.kind), rows, columns, found))
     return tuple(parts)
+
+
+def _matrix_cuts(
+    shape: Shape, kind: str, cuts: tuple[_MeshCut, ...], piece: tuple[int, int]
+) -> tuple[Cut, ...]:
+    """What cuts the matrix that lies in these rows of dimension 0."""
+    dims = range(len(shape))
+    if kind == "stack":  # which of (how many, rows, columns) a dimension is part of
+        axes = [max(_MATRICES, d - len(shape) + 3) for d in dims]
+    else:
+        axes = [ROWS if d == (1 if kind == "transposed" else 0) else COLUMNS for d in dims]
+
+    def count(axis: int, places: Iterable[_MeshCut]) -> int:
+        ranges = {d: _range(shape[d], d, places) for d in dims if axes[d] == axis}
+        if 0 in ranges:
+            ranges[0] = _overlap(ranges[0], piece)
+        return prod(stop - start for start, stop in ranges.values())
+
+    found = []
+    for i, cut in enumerate(cuts):
+        axis, ranks = axes[cut.dim], [cut._replace(rank=k) for k in range(cut.ranks)]
+        if axis != _MATRICES:
+            sizes = tuple(count(axis, [*cuts[:i], rank]) for rank in ranks)
+            found.append(Cut(cut.mesh_dim, axis, sizes))
+    lies_whole = len(found) == 1 and sum(size > 0 for size in found[0].sizes) <= 1
+    return () if lies_whole else tuple(found)
 
 
 def _range(size: int, dim: int, cuts: Iterable[_MeshCut]) -> tuple[int, int]:
@@ -115,40 +140,3 @@ def _range(size: int, dim: int, cuts: Iterable[_MeshCut]) -> tuple[int, int]:
 def _overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     start = min(max(a[0], b[0]), a[1])
     return start, max(start, min(a[1], b[1]))
-
-
-def _axis(kind: str, dim: int, dims: int) -> int:
-    """Which of (how many, rows, columns) a dimension of a parameter is part of."""
-    if kind == "stack":
-        return max(_MATRICES, dim - dims + 3)
-    return ROWS if dim == (1 if kind == "transposed" else 0) else COLUMNS
-
-
-def _matrix_cuts(
-    shape: Shape, kind: str, cuts: tuple[_MeshCut, ...], piece: tuple[int, int]
-) -> tuple[Cut, ...]:
-    """What cuts the matrix that lies in these rows of dimension 0."""
-
-    def count(axis: int, places: Iterable[_MeshCut]) -> int:
-        dims = [d for d in range(len(shape)) if _axis(kind, d, len(shape)) == axis]
-        ranges = {d: _range(shape[d], d, places) for d in dims}
-        if 0 in ranges:
-            ranges[0] = _overlap(ranges[0], piece)
-        return prod(stop - start for start, stop in ranges.values())
-
-    axes = [_axis(kind, cut.dim, len(shape)) for cut in cuts]
-    found = []
-    for i, (cut, axis) in enumerate(zip(cuts, axes, strict=True)):
-        if axis == _MATRICES:
-            continue
-        later = [
-            [c._replace(rank=k) for k in range(c.ranks)] if other == axis else [c]
-            for c, other in zip(cuts[i + 1 :], axes[i + 1 :], strict=True)
-        ]
-        sizes = (
-            sum(count(axis, [*cuts[:i], cut._replace(rank=k), *rest]) for rest in product(*later))
-            for k in range(cut.ranks)
-        )
-        found.append(Cut(cut.mesh_dim, axis, tuple(sizes)))
-    lies_whole = len(found) == 1 and sum(size > 0 for size in found[0].sizes) <= 1
-    return () if lies_whole else tuple(found)

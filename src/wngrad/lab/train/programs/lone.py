@@ -5,19 +5,19 @@ The reference for the other programs, and the way for an optimizer that cannot b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from wngrad.lab.train.data import Data
+from wngrad.lab.train.evaluation import has_test_weights, keeps_average
 from wngrad.lab.train.naming import parse
 from wngrad.lab.train.programs.base import Program
 from wngrad.lab.train.spec import Lane, Pack, Sweep
+from wngrad.optim.average import batch_norms, batch_statistics
 
 STATISTICS = 50  # batches to take batch statistics from
 
@@ -70,8 +70,8 @@ class Lone(Program):
         totals = self._totals()
         for k, (model, opt) in enumerate(zip(self.models, self.optimizers, strict=True)):
             _switch(model, opt, "eval")
-            with _at_average(opt) as moved:
-                if moved or hasattr(opt, "eval"):
+            with cast(Any, opt).averaged() if keeps_average(opt) else nullcontext():
+                if has_test_weights(opt):
                     self._recompute_statistics(k)
                 for x, y, its in self.test_chunks(totals):
                     sums = self.objective.sums(self._output(model, x), y)
@@ -86,14 +86,12 @@ class Lone(Program):
         As the README of schedule-free asks: some batches of training data, in training mode.
         """
         model, row = self.models[k], self.order[k // len(self.pack.settings)]
-        if not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+        if not batch_norms(model):
             return
-        model.train()
-        with torch.random.fork_rng(devices=[]):
+        with batch_statistics(model), torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.pack.lanes[k].seed)  # as in a step: for what a network draws
             for index in torch.split(row, self.sweep.batch)[:STATISTICS]:
                 self._output(model, self.train_x[index])
-        model.eval()
 
     def _output(self, model: nn.Module, x: Tensor) -> Tensor:
         half = self.device.type == "cuda" and self.sweep.precision == "bfloat16"
@@ -116,17 +114,6 @@ def _switch(model: nn.Module, opt: Any, mode: str) -> None:
     for each in (model, opt):
         if change := getattr(each, mode, None):
             change()
-
-
-@contextmanager
-def _at_average(opt: Any) -> Iterator[bool]:
-    """The average of the weights, for optimizers that keep one; whether this one does."""
-    averaged = hasattr(opt, "averaged") and any("average" in s for s in opt.state.values())
-    if not averaged:
-        yield False
-        return
-    with opt.averaged():
-        yield True
 
 
 def optimizer(lane: Lane, params: Any, decay: float) -> torch.optim.Optimizer:
