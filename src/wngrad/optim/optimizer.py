@@ -208,8 +208,9 @@ class BlockOptimizer(Optimizer):
         for i, p in enumerate(tensors):
             sharded.check(owner, p, state.shape_of({**group, "params": tensors}, i))
             checks.representable(owner, group["b_init"], p.dtype)
-            if group["fused"] and not fused.is_quietly_plain(p):
-                fused.insist(self, p, self._settings(group))
+            if group["fused"]:
+                checked = self._settings(group)
+                fused.insist(owner, p, checked, fused.why_never(self, p, checked))
         param_group.update(group)  # as with torch, it stays the same object
         settings.rename(owner, self.Settings, param_group)
         super().add_param_group(param_group)

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from wngrad.optim.fused.eligibility import insist, is_quietly_plain, why_never
+from wngrad.optim.fused.eligibility import insist, why_never
 from wngrad.optim.fused.engine import Engine
 from wngrad.optim.fused.snapshot import Scope
 from wngrad.optim.settings import Settings
 
-__all__ = ["Engine", "Reasons", "Scope", "insist", "is_quietly_plain", "why_plain"]
+__all__ = ["Engine", "Reasons", "Scope", "insist", "why_never", "why_plain"]
 
 
 class Reasons(dict[Tensor, str]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -137,26 +137,18 @@ def _may(p: Tensor) -> bool:
     return (p.is_cuda or native) and not _is_fake(p)
 
 
-def is_quietly_plain(p: Tensor) -> bool:
-    """Whether even `fused=True` means the plain step: torch's fused steps take it on a CPU.
+def insist(owner: str, p: Tensor, settings: Settings, reason: str | None) -> None:
+    """Refuse `fused=True` for a parameter that cannot take the fused step.
 
-    So a trainer whose default that is trains float64 and float16 parameters, too.
+    Even so float64 and float16 take the plain step on a CPU, in silence: torch's fused steps take
+    them there, and a trainer whose default `fused=True` is trains such parameters, too.
     """
-    return p.device.type == "cpu" and p.dtype in (torch.float64, torch.float16)
-
-
-def insist(optimizer: Any, p: Tensor, settings: Settings) -> None:
-    """Refuse `fused=True` for a parameter that can never take the fused step."""
-    if (reason := why_never(optimizer, p, settings)) is not None:
-        refuse(type(optimizer).__name__, p, reason)
-
-
-def refuse(owner: str, p: Tensor, reason: str) -> NoReturn:
-    """`fused=True` insists on what cannot be had."""
-    raise ValueError(
-        f"{owner}: `fused` is True, but a parameter of shape {tuple(p.shape)} cannot take the "
-        f"fused step: {reason}."
-    )
+    quiet = p.device.type == "cpu" and p.dtype in (torch.float64, torch.float16)
+    if settings.fused and reason is not None and not quiet:
+        raise ValueError(
+            f"{owner}: `fused` is True, but a parameter of shape {tuple(p.shape)} cannot take the "
+            f"fused step: {reason}."
+        )
 
 
 # ------------------------------------------------------------------------- memory, Triton

@@ -149,9 +149,7 @@ class Engine:
         launches.run(scope, now.words)
         return True
 
-    def take(
-        self, scope: Scope, units: list[Unit]
-    ) -> tuple[list[Unit], Callable[[], None] | None]:
+    def take(self, scope: Scope, units: list[Unit]) -> tuple[list[Unit], Callable[[], None] | None]:
         """The units that are left for the plain step, and what launches the kernels of the others.
 
         That may refuse the step, too, before it changes anything.
@@ -225,9 +223,8 @@ def _sorted_out(scope: Scope, units: list[Unit]) -> tuple[list[Unit], dict[int, 
 def _insist(scope: Scope, units: list[Unit], reasons: dict[int, str]) -> None:
     """Refuse the step if `fused=True` was asked of a parameter that cannot take it."""
     for unit in units:
-        p = unit[0].param
-        if unit[0].settings.fused and id(p) in reasons and not eligibility.is_quietly_plain(p):
-            eligibility.refuse(type(scope.optimizer).__name__, p, reasons[id(p)])
+        p, owner = unit[0].param, type(scope.optimizer).__name__
+        eligibility.insist(owner, p, unit[0].settings, reasons.get(id(p)))
 
 
 def _in_dispatch_mode() -> bool:

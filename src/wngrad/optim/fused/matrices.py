@@ -7,8 +7,9 @@ momentum `m`, which it brings up to date.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,14 +23,11 @@ from wngrad.optim.step import Batch
 from wngrad.optim.units import Unit
 from wngrad.optim.views import Step
 
-if TYPE_CHECKING:
-    from wngrad.optim.fused import matrices_cuda
-
 _NAMES = GROUP.names or ()
 _WORDS, _LAM = len(_NAMES), _NAMES.index("lam")
 
 
-class Stage(Protocol):
+class Stage(NamedTuple):
     """Makes u of some parameters, all on one device.
 
     A step without rate (λ = 0, or an inf that a `GradScaler` has found) leaves m as it is, and u is
@@ -39,15 +37,8 @@ class Stage(Protocol):
 
     units: list[Unit]
     u: list[Tensor]  # of each unit, in its parameter's shape and order in memory
-
-    def run(
-        self, scope: Scope, words: list[int], scale: Tensor | None, found_inf: Tensor | None
-    ) -> None:
-        """Bring m up to date, and fill u.
-
-        Args:
-            words: those of the step's snapshot; the first are `records.GROUP` of every group.
-        """
+    # Brings m up to date and fills u; of the words of the step's snapshot, and what a scaler says.
+    run: Callable[[Scope, list[int], Tensor | None, Tensor | None], None]
 
 
 def stages(units: list[Unit], scope: Scope, words: list[int]) -> list[Stage]:
@@ -61,7 +52,11 @@ def stages(units: list[Unit], scope: Scope, words: list[int]) -> list[Stage]:
             by_kind.setdefault(key, []).append(unit)
     made: list[Stage] = []
     for key, part in by_kind.items():
-        made += [TorchStage(part, scope)] if len(key) == 1 else _by_kernels(part, scope, words)
+        if len(key) > 1:
+            made += _by_kernels(part, scope, words)
+        else:
+            direct = Matrices(part, scope)
+            made.append(Stage(part, direct.u, direct.run))
     return made
 
 
@@ -104,20 +99,11 @@ def _by_kernels(units: list[Unit], scope: Scope, words: list[int]) -> list[Stage
     index = [*range(head), *(head + stepping[id(unit[0].param)] for unit in units)]
     table = matrices_cuda.Words(words, index, head, start.p.device)
     skip = start.settings.nonfinite == "skip"
-    return [KernelStage(stage, units) for stage in matrices_cuda.stages(sources, skip, table)]
-
-
-class KernelStage:
-    """A stage of Triton's kernels, with u in float16."""
-
-    def __init__(self, stage: matrices_cuda.Stage, units: list[Unit]) -> None:
-        self.units = [units[source.gradient] for source in stage.sources]
-        self.u, self._stage = stage.u, stage
-
-    def run(
-        self, scope: Scope, words: list[int], scale: Tensor | None, found_inf: Tensor | None
-    ) -> None:
-        self._stage.run(words, scale, found_inf)
+    made = []
+    for stage in matrices_cuda.stages(sources, skip, table):
+        part = [units[source.gradient] for source in stage.sources]
+        made.append(Stage(part, stage.u, lambda _, *step, run=stage.run: run(*step)))
+    return made
 
 
 # ------------------------------------------------------------------- by the direction itself
@@ -138,12 +124,12 @@ def _matrix(step: Step, place: int) -> _Matrix:
     return _Matrix(place, step.p.shape, step.b.shape, u)
 
 
-class TorchStage:
-    """A stage that calls `Direction.propose`, as the plain step does."""
+class Matrices:
+    """Some parameters, of which a stage is made by `Direction.propose`, as in the plain step."""
 
     def __init__(self, units: list[Unit], scope: Scope) -> None:
         order = {id(p): i for i, p in enumerate(scope.params)}
-        self.units, self.u = units, []
+        self.u: list[Tensor] = []
         self._momentum = cast(str, momentum_setting(scope.optimizer))
         self._alike: dict[tuple[int, Orthogonalized, torch.dtype], list[_Matrix]] = {}
         for unit in units:
