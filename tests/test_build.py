@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import hatch_build  # noqa: E402
 from wngrad import WNGrad  # noqa: E402
-from wngrad.optim.fused import library, method  # noqa: E402
+from wngrad.optim.fused import launch_key, library  # noqa: E402
 
 needs_compiler = pytest.mark.skipif(hatch_build.compiler() is None, reason="needs a C compiler")
 
@@ -62,7 +62,7 @@ def test_what_is_built_is_loaded_and_steps(made, folder):
 
 def test_without_the_library_the_plain_path_steps_and_says_why(folder, monkeypatch):
     assert reason() == "wngrad was built without its C kernels: there was no C compiler"
-    monkeypatch.setattr(method, "interpreted", lambda: False)  # Triton, as the tests have it
+    monkeypatch.setattr(launch_key, "interpreted", lambda: False)  # Triton, as the tests have it
     with pytest.raises(ValueError, match=r"`fused` is True.*built without its C kernels"):
         WNGrad([nn.Parameter(torch.ones(2, 3))], fused=True)
     monkeypatch.setenv("WNGRAD_NATIVE", "0")

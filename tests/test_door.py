@@ -18,7 +18,7 @@ from torch import nn
 from conftest import network, same, train, twins
 from wngrad import WNAdam, WNGrad, WNMuon
 from wngrad.optim.checks import item
-from wngrad.optim.fused import method
+from wngrad.optim.fused import launch_key
 
 NAN = math.nan
 
@@ -576,7 +576,7 @@ def test_a_group_handed_in_stays_the_same_dict(make):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 @pytest.mark.parametrize("make", [WNGrad, WNAdam])
 def test_fused_on_a_cpu_is_quietly_plain_for_types_that_only_torch_has(make, dtype, monkeypatch):
-    monkeypatch.setattr(method, "interpreted", lambda: False)  # Triton knows float16
+    monkeypatch.setattr(launch_key, "interpreted", lambda: False)  # Triton knows float16
     p, q = (nn.Parameter(torch.ones(3, 5, dtype=dtype)) for _ in "pq")
     opt, plain = make([p], fused=True), make([q], fused=False)
     for _ in range(2):

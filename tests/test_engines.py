@@ -28,8 +28,8 @@ from wngrad.optim.fused import (
     cuda,
     eligibility,
     engine,
+    launch_key,
     matrices,
-    method,
     records,
     snapshot,
     tables,
@@ -51,10 +51,10 @@ ENGINES = ["triton"] * TRITON + ["c"] * (not CUDA and cpu.why_not() is None)
 def kernels(request, monkeypatch):
     """The engine that `fused=True` asks for, and `fused=None` where a GPU would be."""
     if request.param == "c":
-        monkeypatch.setattr(method, "interpreted", lambda: False)
+        monkeypatch.setattr(launch_key, "interpreted", lambda: False)
     elif not CUDA:
         monkeypatch.setattr(eligibility, "_may", lambda p: True)
-        for module in (method, eligibility):
+        for module in (launch_key, eligibility):
             monkeypatch.setattr(module, "runs_native", lambda p, settings: False)
     with np.errstate(all="ignore"):  # NumPy runs the interpreter, over NaN and inf on purpose
         yield request.param
@@ -698,7 +698,7 @@ def test_a_triton_that_is_too_old_is_the_reason(monkeypatch):
     old.__version__, old.__spec__ = "3.2.0", ModuleSpec("triton", None)
     monkeypatch.setitem(sys.modules, "triton", old)
     assert eligibility.why_no_triton.__wrapped__() == "Triton 3.2.0 is older than 3.4"
-    assert not method.interpreted()
+    assert not launch_key.interpreted()
 
 
 def sparse(p):

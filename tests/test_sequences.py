@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import hatch_build  # noqa: E402
 from sequences import sequences  # noqa: E402
-from wngrad.optim.fused import cpu, eligibility, method  # noqa: E402
+from wngrad.optim.fused import cpu, eligibility, launch_key  # noqa: E402
 
 HAS_C = not torch.cuda.is_available() and cpu.why_not() is None
 needs_c = pytest.mark.skipif(not HAS_C, reason="needs C, no GPU")
@@ -32,7 +32,7 @@ def triton(monkeypatch):
     """Triton's interpreter in the place of a GPU."""
     pytest.importorskip("triton", minversion="3.4")
     monkeypatch.setattr(eligibility, "_may", lambda p: True)
-    for module in (method, eligibility):
+    for module in (launch_key, eligibility):
         monkeypatch.setattr(module, "runs_native", lambda p, settings: False)
     with np.errstate(all="ignore"):  # NumPy runs the interpreter, over NaN and inf on purpose
         yield
@@ -51,7 +51,7 @@ def test_random_sequences_of_plain_steps_equal_an_independent_one():
 
 @needs_c
 def test_random_sequences_in_c_equal_an_independent_one(monkeypatch):
-    monkeypatch.setattr(method, "interpreted", lambda: False)
+    monkeypatch.setattr(launch_key, "interpreted", lambda: False)
     check(0, 60, fused=None)
 
 
@@ -84,7 +84,7 @@ def test_n9_ten_thousand_sequences_of_plain_steps(first):
 @pytest.mark.faults
 @pytest.mark.parametrize("first", range(0, 10_000, 1000))
 def test_n9_ten_thousand_sequences_in_c(first, monkeypatch):
-    monkeypatch.setattr(method, "interpreted", lambda: False)
+    monkeypatch.setattr(launch_key, "interpreted", lambda: False)
     check(first, 1000, fused=None)
 
 

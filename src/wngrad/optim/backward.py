@@ -22,7 +22,7 @@ from wngrad.optim.settings import Group
 from wngrad.optim.state import shape_of
 
 _OWNER = "step_in_backward"
-_OF_A_PART = {"_fused_engine", "_single_parts", "param_groups", "state"}  # its own, not the whole's
+_OF_A_PART = {"_engine", "_memo", "_steps", "_single_parts", "param_groups", "state"}  # its own
 
 
 class Released:
@@ -95,7 +95,7 @@ class _Part:
         self.params = [p for p in self._all if p.requires_grad]  # those that can have a hook
         # The same optimizer over fewer parameters, with a cache of fused steps of its own.
         self._alone: BlockOptimizer = object.__new__(type(whole))
-        vars(self._alone).update(vars(whole), _fused_engine=whole._engine.of_part())
+        vars(self._alone).update(vars(whole), _engine=whole._engine.of_part(), _memo={})
 
     def __call__(self, _: Tensor) -> None:
         """The hook: step, unless another's gradient is still to come, and free the gradients."""
@@ -131,7 +131,6 @@ class _Part:
         vars(alone).update({k: v for k, v in vars(whole).items() if k not in _OF_A_PART})
         if group is not self._group:  # A checkpoint was loaded, and all state is another.
             self._group = group
-            alone._engine.forget()
         _check_settings(group)
         whole._settings(group)  # put right, if need be, in the optimizer's own group
         per = group["per"]

@@ -32,11 +32,11 @@ class Step:
     lam: float | Tensor
     direction: Direction
     shapes: dict[str, blocks.Shape]  # of the state it needs
-    holds: bool  # b stays at b₁
-    scale: Tensor | None  # what a GradScaler has multiplied the gradient by
-    traced: bool  # autograd or a compiler is to see the step
-    untraceable: bool  # a trace would lose new state, and cannot see sparse gradients
-    sharded: bool
+    holds: bool = False  # b stays at b₁
+    scale: Tensor | None = None  # what a GradScaler has multiplied the gradient by
+    traced: bool = False  # autograd or a compiler is to see the step
+    untraceable: bool = False  # a trace would lose new state, and cannot see sparse gradients
+    sharded: bool = False
 
     p: Tensor = _LATER
     g: Tensor = _LATER

@@ -50,7 +50,7 @@ class BlockOptimizer(Optimizer):
         every = {**defaults, **given}
         settings.check_defaults(self._owner, self.Settings, every)
         checks.iterable(self._owner, params)
-        self._fused_engine = fused.Engine()
+        self._renew()
         super().__init__(params, {name: every[name] for name in ("lr", *defaults)})
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -116,16 +116,15 @@ class BlockOptimizer(Optimizer):
             self._refuse_within_averaged()
         engine, memo = None, None
         if not torch.compiler.is_compiling():
-            engine = self._engine
-            memo = engine.memo
-            engine.steps += 1
-            if engine.steps == report.WARN_AFTER + 1:
+            engine, memo = self._engine, self._memo
+            self._steps += 1
+            if self._steps == report.WARN_AFTER + 1:
                 report.warn_of_small_rate(self)
         now = []
         for group in self.param_groups:
             settings.rename(type(self).__name__, self.Settings, group)
             now.append(settings.read(type(self).__name__, self.Settings, group, memo))
-        if engine is not None and engine.repeat(self, now):
+        if engine is not None and engine.repeat(self._scope(now)):
             return
         differentiable = False
         for checked in now:
@@ -143,7 +142,7 @@ class BlockOptimizer(Optimizer):
         """Propose, rule, move: by kernels where they can, and plainly where not."""
         parts, launch = collect.units(self, steps), None
         if engine is not None:
-            parts, launch = engine.take(self, now, parts)
+            parts, launch = engine.take(self._scope(now), parts)
         batches = step.propose(parts)
         step.rule(type(self).__name__, parts, batches)
         if launch is not None:
@@ -171,18 +170,21 @@ class BlockOptimizer(Optimizer):
         if self._swapped:
             raise RuntimeError(f"{self._owner}: `step` must not be taken within `averaged`.")
 
+    def _scope(self, now: list[settings.Settings]) -> fused.Scope:
+        params = [p for group in self.param_groups for p in group["params"]]
+        return fused.Scope(self, params, self.param_groups, now)
+
     # ---------------------------------------------------------------- groups and checkpoints
 
     @property
     def _owner(self) -> str:
         return type(self).__name__
 
-    @property
-    def _engine(self) -> fused.Engine:
-        """The cache of fused steps; made again after a copy, since none of it is state."""
-        if "_fused_engine" not in self.__dict__:
-            self._fused_engine = fused.Engine()
-        return self._fused_engine
+    def _renew(self) -> None:
+        """What is made again after a copy, since none of it is state."""
+        self._engine = fused.Engine()
+        self._memo: settings.Memo = {}  # of settings that were checked
+        self._steps = 0  # that were asked for, for a hint that is given once
 
     def _settings(self, group: Group) -> settings.Settings:
         return settings.read(self._owner, self.Settings, group, {})
@@ -199,8 +201,9 @@ class BlockOptimizer(Optimizer):
         settings.fit(owner, group)
         for i, p in enumerate(tensors):
             sharded.check(owner, p, state.shape_of({**group, "params": tensors}, i))
-            if group["fused"] and not fused.is_quietly_plain(p):
-                fused.insist(self, p, self._settings(group))
+            if group["fused"]:
+                checked = self._settings(group)
+                fused.insist(owner, p, checked, fused.why_never(self, p, checked))
         param_group.update(group)  # as with torch, it stays the same object
         settings.rename(owner, self.Settings, param_group)
         super().add_param_group(param_group)
@@ -216,6 +219,8 @@ class BlockOptimizer(Optimizer):
         super().__setstate__(state)
         if isinstance(per := self.defaults["per"], blocks.PortableCallable):
             self.defaults["per"] = per.function
+        if "_engine" not in self.__dict__:
+            self._renew()
         self._engine.forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from wngrad.optim.fused.eligibility import Stepper, insist, is_quietly_plain, why_never
+from wngrad.optim.fused.eligibility import insist, why_never
 from wngrad.optim.fused.engine import Engine
+from wngrad.optim.fused.snapshot import Scope
 from wngrad.optim.settings import Settings
 
-__all__ = ["Engine", "Reasons", "insist", "is_quietly_plain", "why_plain"]
+__all__ = ["Engine", "Reasons", "Scope", "insist", "why_never", "why_plain"]
 
 
 class Reasons(dict[Tensor, str]):
@@ -22,17 +25,17 @@ class Reasons(dict[Tensor, str]):
         return "\n".join(f"{what:<{width}}  {reason}" for what, reason in rows)
 
 
-def why_plain(optimizer: Stepper, settings: list[Settings], latest: dict[int, str]) -> Reasons:
+def why_plain(optimizer: Any, settings: list[Settings], latest: dict[int, str]) -> Reasons:
     """Why parameters do not take the fused step: as the latest was taken, or as far as is known.
 
     Args:
+        settings: of the optimizer's groups, checked.
         latest: the reasons of the latest step, by the parameters' ids.
     """
-    pairs = zip(optimizer.param_groups, settings, strict=True)
     reasons = Reasons()
-    for group, its in pairs:
+    for group, checked in zip(optimizer.param_groups, settings, strict=True):
         for p in group["params"]:
-            never = why_never(optimizer, p, its)
-            if reason := never if its.fused is False else latest.get(id(p)) or never:
+            never = why_never(optimizer, p, checked)
+            if reason := never if checked.fused is False else latest.get(id(p)) or never:
                 reasons[p] = reason
     return reasons

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from wngrad.optim.collect import Unit
 from wngrad.optim.fused import library, records
-from wngrad.optim.fused.layout import RowLayout, layout
-from wngrad.optim.fused.method import Method, places
+from wngrad.optim.fused.launch_key import LaunchKey, RowLayout, layout, places
 from wngrad.optim.fused.records import Refused, address
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -44,23 +43,24 @@ class Launch:
     """
 
     def __init__(
-        self, method: Method, units: list[Unit], index: list[int], given: list[int], head: int
+        self, key: LaunchKey, units: list[Unit], index: list[int], given: list[int], head: int
     ) -> None:
-        self.method = method
-        self._index, self._given, self._call = index, given, _function()
+        loaded = library.cpu()
+        assert not isinstance(loaded, str), loaded  # `why_not` was asked before
+        self._call = loaded[f"step_{library.level()}"]
+        self._call.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+        self._call.restype = None
+        self.key, self._index, self._given = key, index, given
         self._owners = [id(unit[0].param) for unit in units]
-        layouts = [[layout(view) for view in unit] for unit in units]
+        layouts = [[layout(step) for step in unit] for unit in units]
         work = _work(layouts)
         self._elements = sum(size.rows * size.length for sizes in layouts for size in sizes)
-        self._words = np.zeros(
-            len(index) + len(given), np.int64
-        )  # settings, `head` of them, and gradients
+        self._words = np.zeros(len(index) + len(given), np.int64)  # settings, then gradients
         self._seen: list[int] = []
         self._bad = np.zeros(len(units), np.int32)
-        self._scale: Tensor | None = None
-        self._found_inf: Tensor | None = None
+        self._scaled: list[Tensor] = []  # what a GradScaler says of this step, on the CPU
         tables = (*_tables(units, layouts), *work.tables)
-        sums = np.zeros(len(work.pieces) + (work.whole if method.checks_first else 0))
+        sums = np.zeros(len(work.pieces) + (work.whole if key.checks_first else 0))
         scratch = [sums, np.zeros(2 * work.factors, np.float32), self._bad]
         self._held = [*tables, *scratch]  # since the call only knows where they lie
         words = _place(self._words)
@@ -68,9 +68,9 @@ class Launch:
             *map(_place, tables),
             *(len(units), len(work.rows), len(work.pieces), len(work.long_rows)),
             *map(_place, scratch),
-            *(words, words + 8 * head, method.rule, method.decay, method.skip, method.latch),
-            *(method.rated, method.averages, method.dtype == torch.bfloat16),
-            *(method.proposed is not None, 0, 0, library.parallel()),
+            *(words, words + 8 * head, key.rule, key.decay, key.skip, key.latch),
+            *(key.rated, key.averages, key.dtype == torch.bfloat16),
+            *(key.proposed is not None, 0, 0, library.parallel()),
         )
         self._at = ctypes.addressof(self._step)
 
@@ -78,12 +78,15 @@ class Launch:
         if words is not self._seen:
             self._words[:] = [words[i] for i in self._index] + self._given
             self._seen = words
-        self._scale, self._found_inf = _here(scale), _here(found_inf)
-        self._step.scale, self._step.found_inf = address(self._scale), address(self._found_inf)
+        if scale is not None or found_inf is not None or self._scaled:
+            pair = (scale, found_inf)
+            here = [None if t is None else t.to("cpu", torch.float32) for t in pair]
+            self._step.scale, self._step.found_inf = map(address, here)
+            self._scaled = [t for t in here if t is not None]
 
     def step(self) -> None:
         """Take the step; where it is checked first, what `bad` has left of it."""
-        self._run(_REST if self.method.checks_first else _ALL)
+        self._run(_REST if self.key.checks_first else _ALL)
 
     def bad(self) -> Refused | None:
         """A parameter with rows that are not finite, if that is to be known."""
@@ -97,15 +100,6 @@ class Launch:
         self._call(self._at, mode, threads)
 
 
-def _function() -> Any:
-    loaded = library.cpu()
-    assert not isinstance(loaded, str), loaded  # `why_not` was asked before
-    step = loaded[f"step_{library.level()}"]
-    step.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
-    step.restype = None
-    return step
-
-
 def _tables(units: list[Unit], layouts: list[list[RowLayout]]) -> list[Any]:
     """Parameters, who of them share their b, and the b of those without a gradient."""
     parameters: list[tuple[int, ...]] = []
@@ -115,9 +109,9 @@ def _tables(units: list[Unit], layouts: list[list[RowLayout]]) -> list[Any]:
         others = unit[0].absent
         shared.append((len(parameters), len(unit), len(absent), len(others)))
         absent += [b.data_ptr() for b in others]
-        for view, size in zip(unit, sizes, strict=True):
-            rest = (size.length, view.group, int(view.holds), int(size.dense))
-            parameters.append((*places(view), *rest, *size.words()))
+        for step, size in zip(unit, sizes, strict=True):
+            rest = (size.length, step.group, int(step.holds), int(size.dense))
+            parameters.append((*places(step), *rest, *size.words()))
     return [
         records.table(records.C_PARAMETER, parameters),
         records.table(records.C_SHARED, shared),
@@ -149,9 +143,9 @@ def _work(layouts: list[list[RowLayout]]) -> _Work:
     for i, sizes in enumerate(layouts):
         length, count = sum(size.length for size in sizes), sizes[0].rows
         if length < 2 * PIECE:
-            each = max(1, PIECE // max(1, length))
-            for row in range(0, count, each):
-                n = min(each, count - row)
+            at_once = max(1, PIECE // max(1, length))
+            for row in range(0, count, at_once):
+                n = min(at_once, count - row)
                 rows.append((i, row, n, whole))
                 whole += n
         else:
@@ -167,10 +161,6 @@ def _work(layouts: list[list[RowLayout]]) -> _Work:
     # The sums of whole rows lie after those of the pieces.
     rows = [(i, row, n, len(pieces) + slot) for i, row, n, slot in rows]
     return _Work(rows, pieces, long_rows, whole, factors)
-
-
-def _here(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.to("cpu", torch.float32)
 
 
 def _place(words: Any) -> int:

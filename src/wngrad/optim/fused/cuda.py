@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wngrad.optim.collect import Unit
-from wngrad.optim.fused.method import Method
+from wngrad.optim.fused.launch_key import LaunchKey
 from wngrad.optim.fused.records import DTYPES, Refused
 from wngrad.optim.fused.tables import LaunchBatch, SplitStep, Table
 from wngrad.optim.fused.tiling import Tiling
@@ -27,7 +27,7 @@ class Launch:
 
     def __init__(
         self,
-        method: Method,
+        key: LaunchKey,
         tiling: Tiling,
         units: list[Unit],
         words: list[int],
@@ -39,26 +39,26 @@ class Launch:
 
         from wngrad.optim.fused import kernel, kernel_split
 
-        self.batch = batch = LaunchBatch(method, tiling, units)
-        self.kernel, self.split, self.method, self.tiling = kernel, kernel_split, method, tiling
+        self.batch = batch = LaunchBatch(key, tiling, units)
+        self.kernel, self.split, self.key, self.tiling = kernel, kernel_split, key, tiling
         self._index = None if index == list(range(len(words))) else index
         self._given = given
-        self._words = Table(self._own(words), method.device)
+        self._words = Table(self._own(words), key.device)
         self._settings, self._grads = self._words.tensor[:head], self._words.tensor[head:]
         self._scale = self._found_inf = self._nothing = batch.coefs
         self._flags, self._scaled = {"SCALE": False, "FOUND": False}, False
         self._constants = {
-            "DTYPE": getattr(tl, DTYPES[method.dtype]),
-            "GDTYPE": getattr(tl, DTYPES[method.proposed or method.dtype]),
-            "METHOD": method.rule.value,
-            "DECAY": method.decay.value,
-            "SKIP": method.skip,
-            "LATCH": method.latch,
-            "ROUND": method.rounds,
-            "RATED": method.rated,
-            "AVERAGES": method.averages,
-            "RELATIVE": method.relative,
-            "PROPOSED": method.proposed is not None,
+            "DTYPE": getattr(tl, DTYPES[key.dtype]),
+            "GDTYPE": getattr(tl, DTYPES[key.proposed or key.dtype]),
+            "METHOD": key.rule.value,
+            "DECAY": key.decay.value,
+            "SKIP": key.skip,
+            "LATCH": key.latch,
+            "ROUND": key.rounds,
+            "RATED": key.rated,
+            "AVERAGES": key.averages,
+            "RELATIVE": key.relative,
+            "PROPOSED": key.proposed is not None,
             "TILE": tiling.tile,
             "STAGES": tiling.stages,
             "KINDS": batch.kinds,
@@ -73,21 +73,21 @@ class Launch:
         self._words.update(self._own(words))
         if scale is found_inf is None and not self._scaled:
             return
-        device, nothing = self.method.device, self._nothing
+        device, nothing = self.key.device, self._nothing
         self._scale = nothing if scale is None else scale.to(device, non_blocking=True)
         self._found_inf = nothing if found_inf is None else found_inf.to(device, non_blocking=True)
-        scaled = scale is not None and self.method.proposed is None
+        scaled = scale is not None and self.key.proposed is None
         self._flags = {"SCALE": scaled, "FOUND": found_inf is not None}
         self._scaled = any(self._flags.values())
 
     def step(self) -> None:
-        with on(self.method.device):
+        with on(self.key.device):
             self._step()
 
     def _step(self) -> None:
-        k, method = self.kernel, self.method
+        k, key = self.kernel, self.key
         if self.tiling.whole:
-            if (method.rounds or method.averages) and not method.rule.counts_blocks:
+            if (key.rounds or key.averages) and not key.rule.counts_blocks:
                 k.count_steps[(self._grads.numel(),)](
                     self.batch.records.tensor,
                     self._settings,
@@ -96,7 +96,7 @@ class Launch:
                 )
             self._tiles(k.ALL)
             return
-        if not method.checks_first:
+        if not key.checks_first:
             self._tiles(k.SUMS)
         for split in self.batch.splits:
             self._find_b(split, check=False)
@@ -104,7 +104,7 @@ class Launch:
 
     def bad(self) -> Refused | None:
         """A parameter with rows that are not finite, if that is to be known. Then it waits."""
-        with on(self.method.device):
+        with on(self.key.device):
             self._tiles(self.kernel.SUMS)
             for split in self.batch.splits:
                 self._find_b(split, check=True)
@@ -137,10 +137,10 @@ class Launch:
             names = [name for name in jit.arg_names if name in constants]
             where = (t.data_ptr() for t in tensors)
             arguments = (*where, *(constants[name] for name in names))
-            self._ready[mode.value] = again(compiled, grid, arguments, self.method.device)
+            self._ready[mode.value] = again(compiled, grid, arguments, self.key.device)
 
     def _find_b(self, split: SplitStep, check: bool) -> None:
-        method = self.method
+        key = self.key
         self.split.find_b[(split.tiles.numel(),)](
             split.tiles,
             split.records.tensor,
@@ -151,11 +151,11 @@ class Launch:
             self.batch.coefs,
             self._found_inf,
             split.bad,
-            METHOD=method.rule.value,
-            SKIP=method.skip,
-            LATCH=method.latch,
-            RATED=method.rated,
-            RELATIVE=method.relative,
+            METHOD=key.rule.value,
+            SKIP=key.skip,
+            LATCH=key.latch,
+            RATED=key.rated,
+            RELATIVE=key.relative,
             FOUND=self._flags["FOUND"],
             CHECK=check,
             R=split.rows,

@@ -59,16 +59,14 @@ def _why_stale(library: ctypes.CDLL) -> str | None:
     """Why the library is not that of this version; None if it is."""
     sizes = [*(record.itemsize for record in C_RECORDS), ctypes.sizeof(Step)]
     built = list((ctypes.c_int64 * len(sizes)).in_dll(library, "record_sizes"))
-    sources = [_FOLDER / name for name in _SOURCES]
-    digest = hashlib.sha256()
-    if all(source.is_file() for source in sources):  # in a checkout
-        for source in sources:
-            digest.update(source.read_bytes())
-        same = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, "source")))
-        built_from_these = same.decode() == digest.hexdigest()
+    source = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, "source"))).decode()
+    files = [_FOLDER / name for name in _SOURCES]
+    if all(file.is_file() for file in files):  # in a checkout
+        digest = hashlib.sha256(b"".join(file.read_bytes() for file in files))
+        same = source == digest.hexdigest()
     else:
-        built_from_these = True
-    if built == sizes and built_from_these:
+        same = True
+    if built == sizes and same:
         return None
     return "its C kernels are of another version: install wngrad again"
 

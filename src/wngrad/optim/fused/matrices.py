@@ -1,15 +1,15 @@
 """Orthogonalized directions in a fused step: u of every matrix, before the kernels take the rows.
 
-The kernels step rows by a tensor u in the gradient's place (`Method.proposed`), as if it were the
-gradient. A *stage* makes it: for some parameters, once a step, from their gradients and their
+The kernels step rows by a tensor u in the gradient's place (`LaunchKey.proposed`), as if it were
+the gradient. A *stage* makes it: for some parameters, once a step, from their gradients and their
 momentum `m`, which it brings up to date.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,17 +17,16 @@ from torch import Tensor
 from wngrad.optim import lists
 from wngrad.optim.collect import Step, Unit
 from wngrad.optim.directions import Orthogonalized
-from wngrad.optim.fused import matrices_cuda
-from wngrad.optim.fused.records import GROUP, number
+from wngrad.optim.fused.records import GROUP
+from wngrad.optim.fused.snapshot import Scope, momentum_setting
 from wngrad.optim.modules import Layout
-from wngrad.optim.orthogonal import orthogonalize
-from wngrad.optim.step import working
+from wngrad.optim.step import Batch
 
 _NAMES = GROUP.names or ()
-_WORDS, (_LAM, _MU, _SIGN) = len(_NAMES), map(_NAMES.index, ("lam", "mu", "sign"))
+_WORDS, _LAM = len(_NAMES), _NAMES.index("lam")
 
 
-class Stage(Protocol):
+class Stage(NamedTuple):
     """Makes u of some parameters, all on one device.
 
     A step without rate (λ = 0, or an inf that a `GradScaler` has found) leaves m as it is, and u is
@@ -37,41 +36,46 @@ class Stage(Protocol):
 
     units: list[Unit]
     u: list[Tensor]  # of each unit, in its parameter's shape and order in memory
-
-    def run(
-        self,
-        optimizer: Any,
-        params: list[Tensor],
-        words: list[int],
-        scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        """Bring m up to date, and fill u.
-
-        Args:
-            optimizer: whose `state` holds m.
-            params: all its parameters, in the order that the stage was made with.
-            words: those of the step's snapshot; the first are `records.GROUP` of every group.
-        """
+    # Brings m up to date and fills u; of the words of the step's snapshot, and what a scaler says.
+    run: Callable[[Scope, list[int], Tensor | None, Tensor | None], None]
 
 
-def stages(units: list[Unit], params: list[Tensor], words: list[int]) -> list[Stage]:
-    """The stages of the units that need one: each is run, and its u used, before the next.
-
-    Args:
-        words: those of the step's snapshot: numbers of groups, then addresses of gradients.
-    """
+def stages(units: list[Unit], scope: Scope, words: list[int]) -> list[Stage]:
+    """The stages of the units that need one: each is run, and its u used, before the next."""
     by_kind: dict[tuple[Any, ...], list[Unit]] = {}
     for unit in units:
-        view = unit[0]
-        if isinstance(view.direction, Orthogonalized):
-            kind = (view.p.device, view.p.dtype, view.settings.nonfinite == "skip")
-            key = kind if uses_kernels(view.p) else (view.p.device,)
+        step = unit[0]
+        if isinstance(step.direction, Orthogonalized):
+            kind = (step.p.device, step.p.dtype, step.settings.nonfinite == "skip")
+            key = kind if uses_kernels(step.p) else (step.p.device,)
             by_kind.setdefault(key, []).append(unit)
     made: list[Stage] = []
     for key, part in by_kind.items():
-        made += [TorchStage(part, params)] if len(key) == 1 else _by_kernels(part, params, words)
+        if len(key) > 1:
+            made += _by_kernels(part, scope, words)
+        else:
+            direct = Matrices(part, scope)
+            made.append(Stage(part, direct.u, direct.run))
     return made
+
+
+def proposed(unit: Unit, u: Tensor) -> Unit:
+    """The same unit, with u in the gradient's place."""
+    (step,) = unit
+    return [replace(step, g=u.view(step.p.shape))]
+
+
+def has_views(step: Step, layout: Layout) -> bool:
+    """Whether the matrices of an orthogonalized parameter lie in its memory as a stage needs it."""
+    p = step.param
+    if uses_kernels(p):
+        from wngrad.optim.fused import matrices_cuda
+
+        return matrices_cuda.fits(p, cast(Tensor, p.grad), step.buffers["m"].view(p.shape), layout)
+    return not p.numel() or layout.matrices(p.detach()).data_ptr() == p.data_ptr()
+
+
+# -------------------------------------------------------------------- by Triton's kernels
 
 
 def uses_kernels(p: Tensor) -> bool:
@@ -79,145 +83,89 @@ def uses_kernels(p: Tensor) -> bool:
     return p.is_cuda
 
 
-def _by_kernels(units: list[Unit], params: list[Tensor], words: list[int]) -> list[Stage]:
-    stepping = {id(p): i for i, p in enumerate(p for p in params if p.grad is not None)}
+def _by_kernels(units: list[Unit], scope: Scope, words: list[int]) -> list[Stage]:
+    from wngrad.optim.fused import matrices_cuda
+
+    stepping = {id(p): i for i, p in enumerate(p for p in scope.params if p.grad is not None)}
     head = len(words) - len(stepping)
     start, sources = units[0][0], []
     for i, unit in enumerate(units):
-        view = unit[0]
-        direction = cast(Orthogonalized, view.direction)
-        g, m = view.param.grad, view.buffers["m"].view(view.param.shape)
-        facts, apart = (direction.layout, i, view.group), direction.rows_apart
+        step = unit[0]
+        direction = cast(Orthogonalized, step.direction)
+        g, m = step.param.grad, step.buffers["m"].view(step.param.shape)
+        facts, apart = (direction.layout, i, step.group), direction.rows_apart
         sources.append(matrices_cuda.Source.of(cast(Tensor, g), m, *facts, hides_rows=apart))
     index = [*range(head), *(head + stepping[id(unit[0].param)] for unit in units)]
     table = matrices_cuda.Words(words, index, head, start.p.device)
     skip = start.settings.nonfinite == "skip"
-    return [KernelStage(each, units) for each in matrices_cuda.stages(sources, skip, table)]
+    made = []
+    for stage in matrices_cuda.stages(sources, skip, table):
+        part = [units[source.gradient] for source in stage.sources]
+        made.append(Stage(part, stage.u, lambda _, *step, run=stage.run: run(*step)))
+    return made
 
 
-class KernelStage:
-    """A stage of Triton's kernels, with u in float16."""
-
-    def __init__(self, stage: matrices_cuda.Stage, units: list[Unit]) -> None:
-        self.units = [units[source.gradient] for source in stage.sources]
-        self.u, self._stage = stage.u, stage
-
-    def run(
-        self,
-        optimizer: Any,
-        params: list[Tensor],
-        words: list[int],
-        scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        self._stage.run(words, scale, found_inf)
-
-
-def proposed(unit: Unit, u: Tensor) -> Unit:
-    """The same unit, with u in the gradient's place."""
-    (view,) = unit
-    return [replace(view, g=u.view(view.p.shape))]
-
-
-def has_views(view: Step) -> bool:
-    """Whether the matrices of an orthogonalized parameter lie in its memory as a stage needs it."""
-    p, layout = view.param, cast(Orthogonalized, view.direction).layout
-    if uses_kernels(p):
-        m = view.buffers["m"].view(p.shape)
-        return matrices_cuda.fits(p, cast(Tensor, p.grad), m, layout)
-    return not p.numel() or layout.matrices(p.detach()).data_ptr() == p.data_ptr()
+# ------------------------------------------------------------------- by the direction itself
 
 
 class _Matrix(NamedTuple):
-    """A parameter of a stage; nothing that would keep it, its gradient or its state alive."""
+    """A parameter of a stage; holds no reference to it, its gradient or its state."""
 
-    place: int  # among the parameters of the optimizer
-    layout: Layout
-    single: bool  # it is one matrix as it is
-    scale: float
-    rows_apart: bool  # an embedding: rows without a gradient do not move
-    skips: bool  # nonfinite="skip"
-    shape: torch.Size  # of the view, and of its b
+    place: int  # among the parameters of the scope
+    shape: torch.Size  # of its view, and of its b
     blocks: torch.Size
     u: Tensor
 
 
-def _matrix(unit: Unit, place: int) -> _Matrix:
-    view = unit[0]
-    p, direction = view.param, cast(Orthogonalized, view.direction)
-    apart, skips = direction.rows_apart, view.settings.nonfinite == "skip"
-    dtype = torch.promote_types(p.dtype, torch.float32)
-    u = torch.empty_like(p, dtype=dtype, requires_grad=False)
-    scale = direction.layout.scale(p.shape)
-    single = (1, *p.shape) == direction.layout.sizes(p.shape) and direction.layout.kind == "rows"
-    shapes = view.p.shape, view.b.shape
-    return _Matrix(place, direction.layout, single, scale, apart, skips, *shapes, u)
+def _matrix(step: Step, place: int) -> _Matrix:
+    dtype = torch.promote_types(step.p.dtype, torch.float32)
+    u = torch.empty_like(step.param, dtype=dtype, requires_grad=False)
+    return _Matrix(place, step.p.shape, step.b.shape, u)
 
 
-class TorchStage:
-    """A stage of torch's own operations, the same as `Orthogonalized.propose`, bit for bit."""
+class Matrices:
+    """Some parameters, of which a stage is made by `Direction.propose`, as in the plain step."""
 
-    def __init__(self, units: list[Unit], params: list[Tensor]) -> None:
-        order = {id(p): i for i, p in enumerate(params)}
-        each = [_matrix(unit, order[id(unit[0].param)]) for unit in units]
-        self.units, self.u = units, [matrix.u for matrix in each]
-        self._groups: dict[tuple[int, torch.dtype], list[_Matrix]] = {}
-        for unit, matrix in zip(units, each, strict=True):
-            self._groups.setdefault((unit[0].group, unit[0].p.dtype), []).append(matrix)
+    def __init__(self, units: list[Unit], scope: Scope) -> None:
+        order = {id(p): i for i, p in enumerate(scope.params)}
+        self.u: list[Tensor] = []
+        self._momentum = cast(str, momentum_setting(scope.optimizer))
+        self._alike: dict[tuple[int, Orthogonalized, torch.dtype], list[_Matrix]] = {}
+        for unit in units:
+            step = unit[0]
+            kind = step.group, cast(Orthogonalized, step.direction), step.p.dtype
+            self._alike.setdefault(kind, []).append(_matrix(step, order[id(step.param)]))
+            self.u.append(self._alike[kind][-1].u)
 
     @torch.no_grad()
     def run(
-        self,
-        optimizer: Any,
-        params: list[Tensor],
-        words: list[int],
-        scale: Tensor | None,
-        found_inf: Tensor | None,
+        self, scope: Scope, words: list[int], scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
         if found_inf is not None and bool(found_inf):
             return
-        for (group, _), matrices in self._groups.items():
-            own = words[group * _WORDS : (group + 1) * _WORDS]
-            lam, mu, sign = (number(own[i]) for i in (_LAM, _MU, _SIGN))
-            if lam != 0:
-                grads = [cast(Tensor, params[matrix.place].grad) for matrix in matrices]
-                g = _gradients(grads, sign, scale)
-                states = [optimizer.state[params[matrix.place]] for matrix in matrices]
-                _propose(matrices, g, states, mu)
-
-
-def _gradients(grads: list[Tensor], sign: float, scale: Tensor | None) -> list[Tensor]:
-    """The gradients that the rule sees: unscaled, and of −f if maximizing."""
-    g = [working(each) for each in grads]
-    if scale is not None:
-        divisor = scale.to(g[0].device).reshape(())
-        g = [each / divisor for each in g]
-    return [-each for each in g] if sign < 0 else g
-
-
-def _propose(
-    matrices: Sequence[_Matrix], g: list[Tensor], states: list[dict[str, Tensor]], mu: float
-) -> None:
-    """m ← μ·m + (1−μ)·g,  u = orthogonalize(μ·m + (1−μ)·g)·max(1, √(out/in))."""
-    kept = [its["m"] for its in states]
-    in_place = not matrices[0].skips and kept[0].dtype == g[0].dtype
-    if in_place:
-        m = kept
-        lists.lerp_(m, g, 1 - mu)
-    else:
-        m = lists.lerp([working(each) for each in kept], g, 1 - mu)
-    for matrix, each, ahead in zip(matrices, g, lists.lerp(g, m, mu), strict=True):
-        if matrix.single:
-            result = orthogonalize(ahead)
-        else:
-            stack = orthogonalize(matrix.layout.matrices(ahead))
-            result = matrix.layout.restore(stack, matrix.u)
-        torch.mul(result, matrix.scale, out=matrix.u)
-        if matrix.rows_apart:
-            matrix.u.mul_((each != 0).flatten(1).any(1).view(-1, *[1] * (each.dim() - 1)))
-    if not in_place:
-        for matrix, old, new, its in zip(matrices, kept, m, states, strict=True):
-            old.copy_(torch.where(_taken(matrix, its["b"]), new, old) if matrix.skips else new)
+        for (group, direction, _), matrices in self._alike.items():
+            if not words[group * _WORDS + _LAM]:  # 0 is 0 as a word, too
+                continue
+            settings, lam = scope.settings[group], scope.groups[group]["lr"]
+            mu = getattr(settings, self._momentum)  # a number that launches read anew
+            if mu != direction.mu:
+                direction = replace(direction, mu=mu)
+            steps = []
+            for matrix in matrices:
+                p = scope.params[matrix.place]
+                kept = scope.optimizer.state[p]
+                step = Step(p, group, settings, lam, direction, {}, scale=scale)
+                step.p, step.g, step.shape = p, cast(Tensor, p.grad), p.shape
+                step.b, step.t, step.buffers = kept["b"], kept["t"], {"m": kept["m"]}
+                steps.append(step)
+            batch = Batch(steps)
+            u = direction.propose(batch)
+            lists.copy_([matrix.u for matrix in matrices], u)
+            m, new = [step.buffers["m"] for step in steps], batch.new["m"]
+            if settings.nonfinite == "skip":
+                triples = zip(matrices, steps, new, strict=True)
+                new = [torch.where(_taken(a, s.b), x, s.buffers["m"]) for a, s, x in triples]
+            lists.copy_(m, new)
 
 
 def _taken(matrix: _Matrix, b: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,19 +115,13 @@ class Refused(NamedTuple):
 
 
 _DOUBLE, _WORD = struct.Struct("<d").pack, struct.Struct("<q").unpack
-_AS_DOUBLE, _AS_WORD = struct.Struct("<d").unpack, struct.Struct("<q").pack
 
 
+@lru_cache(maxsize=4096)
 def bits(x: float) -> int:
     """A float64 as a word."""
     word: int = _WORD(_DOUBLE(x))[0]
     return word
-
-
-def number(word: int) -> float:
-    """The float64 that a word holds."""
-    x: float = _AS_DOUBLE(_AS_WORD(word))[0]
-    return x
 
 
 def address(t: Tensor | None) -> int:

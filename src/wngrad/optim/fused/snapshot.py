@@ -11,7 +11,6 @@ import ctypes
 import math
 import sys
 from functools import cache, lru_cache, reduce
-from itertools import chain
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -22,10 +21,24 @@ from torch import Tensor, nn
 from wngrad.optim import memory, sharded
 from wngrad.optim.fused import library
 from wngrad.optim.fused.records import FLOAT32, FLOAT64, NUMBER, bits
-from wngrad.optim.settings import Settings
+from wngrad.optim.settings import Group, Settings
 
 _KINDS = {torch.float32: FLOAT32, torch.float64: FLOAT64}
 UNKNOWN_KIND = -1  # of a λ in a tensor of another type, on a device
+
+
+class Scope(NamedTuple):
+    """What a step is taken of: the groups of an optimizer, or some parameters of one of them."""
+
+    optimizer: Any
+    params: list[Tensor]
+    groups: list[Group]
+    settings: list[Settings]  # of the groups, checked
+
+
+def momentum_setting(optimizer: Any) -> str | None:
+    """The setting that holds the directions' μ or β; None if no kernel knows any of them."""
+    return getattr(type(optimizer).direction, "momentum_setting", None)
 
 
 class Snapshot(NamedTuple):
@@ -35,49 +48,33 @@ class Snapshot(NamedTuple):
     choices: tuple[object, ...]  # all else that the launches depend on
     words: list[int]  # what may differ: the numbers of each group, then the gradients' addresses
 
-    @property
-    def key(self) -> tuple[object, object]:
-        return self.tensors, self.choices
-
-    def like(self, other: Snapshot) -> bool:
-        """Whether one launch does for both."""
-        return self.tensors == other.tensors and self.choices == other.choices
-
 
 class Snapshots:
-    """Takes snapshots of an optimizer's steps, and knows the latest again."""
+    """Takes snapshots of steps, and knows the latest again."""
 
     def __init__(self) -> None:
         self._room = _Room(256, 16)
         self._tensors_before: Any = None  # of the latest snapshot that was taken in C
         self._words_before: list[int] = []
 
-    def take(
-        self,
-        params: list[Tensor],
-        state: dict[Tensor, Any],
-        groups: list[dict[str, Any]],
-        settings: list[Settings],
-        momentum: str,
-    ) -> Snapshot | None:
-        """The step that is due, or None if λ is not one number.
-
-        Args:
-            momentum: the name of the setting that holds μ or β.
-        """
+    def take(self, scope: Scope, state: dict[Tensor, Any]) -> Snapshot | None:
+        """The step that is due; None if no kernel knows the direction, or λ is not one number."""
+        momentum = momentum_setting(scope.optimizer)
+        if momentum is None:
+            return None
         words: list[int] = []
         choices: list[Any] = []
-        for group, its in zip(groups, settings, strict=True):
+        for group, settings in zip(scope.groups, scope.settings, strict=True):
             lr = group["lr"]
             if (lam := rate(lr)) is None:
                 return None
             words += lam
-            numbers, choice = _read(its, momentum)
+            numbers, key = _read(settings, momentum)
             words += numbers
             still = lam == (0, NUMBER)  # A group without rate takes no part.
             far = None if lam[1] == NUMBER else (lam[1], lr.device)
-            choices.append((choice, len(group["params"]), still, far))
-        tensors, gradients = self._tensors(params, state)
+            choices.append((key, len(group["params"]), still, far))
+        tensors, gradients = self._tensors(scope.params, state)
         # Loads are 16 bytes wide where all addresses allow it.
         odd = reduce(or_, gradients, 0) % 16
         choices.append(tuple(place % 16 for place in gradients) if odd else None)
@@ -149,22 +146,20 @@ def _read(settings: Settings, momentum: str) -> tuple[tuple[int, ...], tuple[obj
 
 def _by_hand(params: list[Tensor], state: dict[Tensor, Any]) -> tuple[Any, list[int]]:
     """The tensors of a step, one by one: shards, sparse gradients and empty ones among them."""
-    grads = [p.grad for p in params]
-    live = [g for g in grads if g is not None]
-    owners = [(id(p), *its) for p, its in state.items()]
-    kept = list(chain.from_iterable(its.values() for its in state.values()))
-    kinds = [_kind(t) for t in (*params, *live, *kept)]
-    places = [_address(t) for t in (*params, *kept)]
-    which = (*map(id, params), *(g is None for g in grads))
-    gradients = [_address(g) for g in live]
-    solid = tuple(map(bool, gradients))  # not those whose memory was freed
-    on_p = tuple(_overlap(p, g) for p, g in zip(params, grads, strict=True))
-    return (which, tuple(places), tuple(kinds), tuple(owners), solid, on_p), gradients
-
-
-def _overlap(p: Tensor, g: Any) -> bool:
-    p, g = sharded.local(p), None if g is None else sharded.local(g)
-    return bool(g is not None and _address(g) and _address(p)) and memory.overlap(p, g)
+    facts: list[Any] = []
+    gradients = []
+    for p in params:
+        of_gradient: Any = None
+        if p.grad is not None:
+            g = sharded.local(p.grad)
+            gradients.append(place := _address(g))
+            solid = bool(place)  # not if its memory was freed
+            on_p = solid and bool(_address(p)) and memory.overlap(sharded.local(p), g)
+            of_gradient = _kind(p.grad), solid, on_p
+        facts.append((id(p), _kind(p), _address(p), of_gradient))
+    for p, kept in state.items():
+        facts.append((id(p), *((name, _kind(t), _address(t)) for name, t in kept.items())))
+    return tuple(facts), gradients
 
 
 def _address(t: Any) -> int:

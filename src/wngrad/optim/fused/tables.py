@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from wngrad.optim.collect import Step, Unit
-from wngrad.optim.fused.layout import RowLayout, layout, tensors
-from wngrad.optim.fused.method import Method, places
+from wngrad.optim.fused.launch_key import LaunchKey, RowLayout, layout, places, tensors
 from wngrad.optim.fused.records import address
 from wngrad.optim.fused.tiling import Tiling
 
@@ -69,7 +68,7 @@ class _Row(NamedTuple):
 class LaunchBatch:
     """Parameters that step in one launch or, where rows are cut or shared, in three."""
 
-    def __init__(self, method: Method, tiling: Tiling, units: list[Unit]) -> None:
+    def __init__(self, key: LaunchKey, tiling: Tiling, units: list[Unit]) -> None:
         rows = [_row(unit, view, tiling) for unit in units for view in unit]
         span = max(1, min(MOST_TILES, sum(row.tiles for row in rows) * tiling.warps // WARPS))
         # Even an empty parameter has a program, which counts its step.
@@ -84,7 +83,7 @@ class LaunchBatch:
             records += places(row.view)
             records += [row.layout.length, row.layout.rows, row.pieces, piece, first[i], span]
             records += [row.view.group, int(row.view.holds), sums[i], room[i]]
-        device = method.device
+        device = key.device
         self.kinds = sum(1 << kind for kind in {row.kind for row in rows})
         self.tiles = _programs(programs, device, [row.kind for row in rows])
         self.records = Table(records, device)
