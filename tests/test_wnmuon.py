@@ -268,18 +268,3 @@ def test_adams_first_direction_is_the_sign_of_the_gradient(beta):
         SimpleNamespace(g=[g], buffers=zeros, counts=lambda: [torch.zeros(())])
     )
     torch.testing.assert_close(u, g.sign(), rtol=3e-6, atol=0)
-
-
-@pytest.mark.parametrize("fused", [None, False])
-def test_without_nesterov_the_momentum_itself_is_orthogonalized(fused):
-    p, gradients = nn.Parameter(torch.zeros(4, 3)), torch.randn(2, 4, 3)
-    opt = WNMuon([p], nesterov=False, weight_decay=0.0, average=None, fused=fused)
-    x, m, b = np.zeros((4, 3)), np.zeros((4, 3)), np.full((4, 1), C)
-    for g in gradients:
-        p.grad = g
-        opt.step()
-        m = MU * m + (1 - MU) * g.double().numpy()
-        u = polar(m) * (4 / 3) ** 0.5
-        b = b + (u**2).sum(1, keepdims=True) / b
-        x = x - RHO / b * u
-    np.testing.assert_allclose(p.detach().numpy(), x, atol=2e-6)

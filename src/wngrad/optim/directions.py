@@ -140,14 +140,12 @@ class Orthogonalized(Direction):
         layout: how the parameter is a stack of matrices.
         decay: what pulls x back.
         rows_apart: whether it is an embedding.
-        nesterov: whether u is made one step ahead; else of m.
     """
 
     mu: float
     layout: Layout
     decay: Decay | None = field(default=ByRate(), kw_only=True)  # type: ignore[misc]
     rows_apart: bool = False
-    nesterov: bool = True
     buffers: ClassVar[tuple[str, ...]] = ("m",)
     touches_all: ClassVar[bool] = True
     orthogonalizes: ClassVar[bool] = True
@@ -166,7 +164,7 @@ class Orthogonalized(Direction):
         """μ·m + (1−μ)·g, which is to be orthogonalized: entry by entry."""
         m = lists.lerp(batch.buffers["m"], batch.g, 1 - self.mu)
         batch.new = {"m": m}
-        return lists.lerp(batch.g, m, self.mu) if self.nesterov else m
+        return lists.lerp(batch.g, m, self.mu)
 
     def moving_rows(self, g: Tensor) -> Tensor:
         """Which indices of an embedding's dimension 0 have a gradient."""

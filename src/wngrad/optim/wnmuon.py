@@ -42,7 +42,6 @@ class MuonSettings(Settings):
         None, checks.or_none(_layout), "how its matrices lie", loaded=False
     )
     finetune: bool = setting(False, checks.flag, "ρ is in units of each parameter's own norm")
-    nesterov: bool = setting(True, checks.flag, "orthogonalize μ·m + (1−μ)·g, not m")
 
     b_init: float | tuple[str, float] = like("b_init", 10.0)
     average: float | None = like("average", 8.0)
@@ -55,7 +54,6 @@ class MuonOptions(Options, total=False):
 
     momentum: float
     finetune: bool
-    nesterov: bool
 
 
 class WNMuon(BlockOptimizer):
@@ -142,7 +140,6 @@ class WNMuon(BlockOptimizer):
         layout, mu = _layout_of(group, p), group["momentum"]
         if layout is None:
             return Adam(VECTOR_SCALE, mu)
-        nesterov = group["nesterov"]
         if group["role"] == "embedding":
-            return Orthogonalized(mu, layout, decay=None, rows_apart=True, nesterov=nesterov)
-        return Orthogonalized(mu, layout, nesterov=nesterov)
+            return Orthogonalized(mu, layout, decay=None, rows_apart=True)
+        return Orthogonalized(mu, layout)

@@ -116,7 +116,6 @@ def _orthogonalized(step: Step, direction: Orthogonalized, unit: Unit) -> _Obsta
     yield bool(coupled), "it is orthogonalized, and weight decay is in its gradient"
     # Rows without a b would have to keep their momentum.
     yield settings.c is not None, "it is orthogonalized, and `b_init` is from its gradient"
-    yield step.p.is_cuda and not direction.nesterov, "its kernel looks one step ahead"
     yield not matrices.has_views(step, direction.layout), "its matrices are no view of it"
 
 
