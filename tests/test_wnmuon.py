@@ -268,20 +268,3 @@ def test_adams_first_direction_is_the_sign_of_the_gradient(beta):
         SimpleNamespace(g=[g], buffers=zeros, counts=lambda: [torch.zeros(())])
     )
     torch.testing.assert_close(u, g.sign(), rtol=3e-6, atol=0)
-
-
-@pytest.mark.parametrize("fused", [None, False])
-def test_a_slower_decay_falls_as_the_root_of_the_rate(fused):
-    """No kernel knows it, so the parameter takes the plain step, and says so."""
-    p, gradients = nn.Parameter(torch.ones(4, 3)), torch.randn(2, 4, 3)
-    opt = WNMuon([p], average=None, fused=fused)
-    x, m, b = np.ones((4, 3)), np.zeros((4, 3)), np.full((4, 1), C)
-    for g in gradients:
-        p.grad = g
-        opt.step()
-        m = MU * m + (1 - MU) * g.double().numpy()
-        u = polar(MU * m + (1 - MU) * g.double().numpy()) * (4 / 3) ** 0.5
-        b = b + (u**2).sum(1, keepdims=True) / b
-        x = x * (1 - DECAY * RHO / (b * C) ** 0.5) - RHO / b * u
-    np.testing.assert_allclose(p.detach().numpy(), x, atol=2e-6)
-    assert opt.why_plain()[p] in ("no kernel knows its decay", "`fused` is False")

@@ -42,14 +42,3 @@ class ByRate(Decay):
 
     def kept(self, batch: Batch) -> float | Tensor | list[Tensor]:
         return [rule.decay(1.0, rate, batch.settings.weight_decay) for rate in batch.rates]
-
-
-@dataclass(frozen=True, slots=True)
-class Slower(Decay):
-    """x ← x·(1 − w·λ/√(b·b₁)): it falls as the root of the rate does."""
-
-    def kept(self, batch: Batch) -> float | Tensor | list[Tensor]:
-        lam, w = batch.lam, batch.settings.weight_decay
-        b_1 = batch.settings.c or batch.settings.b_init
-        rate = lam / (batch.b * b_1).sqrt()
-        return batch.split(rule.decay(1.0, rate, w))

@@ -10,7 +10,6 @@ from typing_extensions import Unpack
 
 from wngrad.muon_numbers import VECTOR_SCALE
 from wngrad.optim import checks
-from wngrad.optim.decays import Slower
 from wngrad.optim.directions import Adam, Direction, Orthogonalized, known_to_kernels
 from wngrad.optim.modules import Layout, Role, by_shape, matrix_groups
 from wngrad.optim.optimizer import BlockOptimizer
@@ -143,4 +142,4 @@ class WNMuon(BlockOptimizer):
             return Adam(VECTOR_SCALE, mu)
         if group["role"] == "embedding":
             return Orthogonalized(mu, layout, decay=None, rows_apart=True)
-        return Orthogonalized(mu, layout, decay=Slower())
+        return Orthogonalized(mu, layout)
