@@ -90,7 +90,8 @@ def jax_programs() -> dict[Any, Any]:
 def test_jax_is_numpy_bitwise(jax_programs: Any, blocks: list[Any], options: Any) -> None:
     # XLA flushes denormal numbers to 0 on a CPU.
     tiny = np.finfo(np.float64).tiny
-    blocks = [(b, 0.0 if 0 < sq < tiny else sq) for b, sq in blocks]
+    lam_2 = options["lam"] ** 2
+    blocks = [(b, 0.0 if 0 < sq < tiny or 0 < lam_2 * sq < tiny else sq) for b, sq in blocks]
     b, sq = np.array(blocks + [(1.0, 1.0)] * (8 - len(blocks))).T
     with np.errstate(all="ignore"):
         new, finite = guarded_b(np, b, sq, **options)
