@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import subprocess
@@ -18,7 +19,7 @@ import torch
 
 import golden
 from conftest import jax_in_float64
-from wngrad import WNAdam, WNGrad
+from wngrad import WNAdam, WNGrad, WNMuon
 from wngrad import lipschitz_b_init as lipschitz_b_init_in_torch
 from wngrad.transforms import (
     flax_neuron_axis,
@@ -31,7 +32,8 @@ from wngrad.transforms import (
     wnmuon,
 )
 from wngrad.transforms.blocks import power_of_two
-from wngrad.transforms.chains import bias_correction
+from wngrad.transforms.directions import bias_correction
+from wngrad.transforms.settings import Settings
 
 TABLE = {
     "wngrad": partial(wngrad, 1.0),
@@ -422,6 +424,19 @@ def test_skipped_blocks_stay_bit_identical_and_are_counted():
         assert int(optax.tree.get(new, "skipped")) == 2
 
 
+def test_one_b_of_all_leaves_is_counted_and_skipped_once():
+    opt, params = wn_adam(per="model", nonfinite="skip"), small_tree(0)
+    go = jax.jit(partial(step, opt))
+    params, state = go(params, opt.init(params), small_tree(1))
+    assert float(optax.tree.get(state, "t")) == 1
+    bad = {**small_tree(2), "bias": jnp.full(3, jnp.nan)}
+    after, new = go(params, state, bad)
+    assert int(optax.tree.get(new, "skipped")) == 1
+    for name in ("b", "velocity", "t"):
+        assert equal(optax.tree.get(new, name), optax.tree.get(state, name))
+    assert equal(after, params)
+
+
 def test_bad_gradients_show_by_default(make):
     if "nonfinite" in make.keywords:
         return
@@ -776,6 +791,35 @@ def test_what_only_shows_later_is_named_then():
         wngrad(momentum=1.0)
     with pytest.raises(ValueError, match=r"`beta` must be >= 0 and < 1, got 1.5"):
         wn_adam(beta=1.5)
+
+
+IN_TORCH = {"learning_rate": "lr", "beta": "momentum"}
+IN_JAX_ALONE = {"neuron_axis", "precision"}
+
+
+@pytest.mark.parametrize(
+    ("func", "optimizer"), [(wngrad, WNGrad), (wn_adam, WNAdam), (wnmuon, WNMuon)]
+)
+def test_settings_have_torchs_names_and_defaults(func, optimizer):
+    theirs = optimizer([torch.nn.Parameter(torch.ones(2))]).defaults
+    ours = inspect.signature(func).parameters
+    for name in ours.keys() - IN_JAX_ALONE:
+        default = theirs[IN_TORCH.get(name, name)]
+        assert ours[name].default == default or (ours[name].default, default) == (None, 0.0)
+
+
+def test_the_table_of_settings_says_what_signatures_and_docstrings_say():
+    """Of an argument that several functions take: what `wngrad` says, then `wn_adam`."""
+    table = {row.name: row for row in dataclasses.fields(Settings)}
+    del table["owner"]
+    said = {}
+    for func in (wnmuon, wn_adam, wngrad):
+        doc = " ".join(func.__doc__.split())
+        said |= {name: (p.default, doc) for name, p in inspect.signature(func).parameters.items()}
+    assert said.keys() == table.keys()
+    for name, (default, doc) in said.items():
+        assert f" {name}: {table[name].metadata['doc']}" in doc
+        assert default == table[name].default or (default, table[name].default) == (None, 0.0)
 
 
 def test_a_jax_user_never_loads_torch():

@@ -93,18 +93,18 @@ def rooms(panel: Panel) -> None:
 
 def gradient(panel: Panel) -> None:
     panel.box("p.grad", "after backward()", 0, 62, 14, 22, GREY)
-    panel.box("checks", "each group's settings\n→ one tuple", 19, 62, 17, 22, BLUE)
+    panel.box("settings", "of each group, checked\nrow by row", 19, 62, 17, 22, BLUE)
     panel.box("snapshot", "tensors and settings:\nthe cache key", 41, 62, 17, 22, BLUE)
     panel.box("cached launches", "cpu.c or Triton,\nnew addresses only", 77, 62, 23, 22, ORANGE)
-    panel.box("units", "views of parameters,\nblocks that share one b", 41, 12, 17, 24, BLUE)
+    panel.box("collect", "plain tensors of each step;\nunits that share one b", 41, 12, 17, 24, BLUE)
     panel.box(
-        "plain step", "measure ‖g‖² → rule for b\n→ move x, over lists", 77, 12, 23, 24, GREEN
+        "plain step", "propose u → rule for b\n→ move x, over lists", 77, 12, 23, 24, GREEN
     )
-    panel.arrow("p.grad", "checks", side="right")
-    panel.arrow("checks", "snapshot", side="right")
+    panel.arrow("p.grad", "settings", side="right")
+    panel.arrow("settings", "snapshot", side="right")
     panel.arrow("snapshot", "cached launches", "seen before", side="right")
-    panel.arrow("snapshot", "units", "new")
-    panel.arrow("units", "plain step", "no kernel knows it", side="right")
+    panel.arrow("snapshot", "collect", "new")
+    panel.arrow("collect", "plain step", "no kernel knows it", side="right")
     line = {"arrowstyle": "-|>", "mutation_scale": 11, "color": SOFT, "linewidth": 1.1}
     panel.ax.add_patch(FancyArrowPatch((58, 31), (77, 66), shrinkA=0, shrinkB=1, **line))
     panel.ax.annotate(

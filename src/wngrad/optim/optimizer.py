@@ -16,6 +16,7 @@ from wngrad.optim import (
     average,
     blocks,
     checks,
+    collect,
     fused,
     report,
     scaling,
@@ -23,11 +24,10 @@ from wngrad.optim import (
     sharded,
     state,
     step,
-    units,
 )
+from wngrad.optim.collect import Step
 from wngrad.optim.directions import Direction
 from wngrad.optim.settings import Group
-from wngrad.optim.views import Step
 
 
 class BlockOptimizer(Optimizer):
@@ -114,15 +114,23 @@ class BlockOptimizer(Optimizer):
         """The step itself, with the gradients there are."""
         if self._swapped:
             self._refuse_within_averaged()
-        engine = None if torch.compiler.is_compiling() else self._engine
-        now = self._current_settings()
+        engine, memo = None, None
+        if not torch.compiler.is_compiling():
+            engine, memo = self._engine, self._memo
+            self._steps += 1
+            if self._steps == report.WARN_AFTER + 1:
+                report.warn_of_small_rate(self)
+        now = []
+        for group in self.param_groups:
+            settings.rename(type(self).__name__, self.Settings, group)
+            now.append(settings.read(type(self).__name__, self.Settings, group, memo))
         if engine is not None and engine.repeat(self._scope(now)):
             return
         differentiable = False
         for checked in now:
             differentiable = differentiable or checked.differentiable
         with torch.set_grad_enabled(differentiable):
-            steps = step.collect(self, now)
+            steps = collect.collect(self, now)
             untraceable = False
             for s in steps:
                 untraceable = untraceable or s.untraceable
@@ -132,7 +140,7 @@ class BlockOptimizer(Optimizer):
         self, steps: list[Step], now: list[settings.Settings], engine: fused.Engine | None
     ) -> None:
         """Propose, rule, move: by kernels where they can, and plainly where not."""
-        parts, launch = units.units(self, steps), None
+        parts, launch = collect.units(self, steps), None
         if engine is not None:
             parts, launch = engine.take(self._scope(now), parts)
         batches = step.propose(parts)
@@ -166,20 +174,6 @@ class BlockOptimizer(Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         return fused.Scope(self, params, self.param_groups, now)
 
-    def _current_settings(self) -> list[settings.Settings]:
-        """The settings of all groups as they are now, checked."""
-        owner, kind, memo = type(self).__name__, self.Settings, None
-        if not torch.compiler.is_compiling():
-            memo = self._memo
-            self._steps += 1
-            if self._steps == report.WARN_AFTER + 1:
-                report.warn_of_small_rate(self)
-        now = []
-        for group in self.param_groups:
-            settings.rename(owner, kind, group)
-            now.append(settings.read(owner, kind, group, memo))
-        return now
-
     # ---------------------------------------------------------------- groups and checkpoints
 
     @property
@@ -207,7 +201,6 @@ class BlockOptimizer(Optimizer):
         settings.fit(owner, group)
         for i, p in enumerate(tensors):
             sharded.check(owner, p, state.shape_of({**group, "params": tensors}, i))
-            checks.representable(owner, group["b_init"], p.dtype)
             if group["fused"]:
                 checked = self._settings(group)
                 fused.insist(owner, p, checked, fused.why_never(self, p, checked))

@@ -257,10 +257,11 @@ def read(owner: str, kind: type[Settings], group: Group, memo: Memo | None = Non
             if name != "per" and not isinstance(group[name], Tensor):
                 group[name] = row.check(owner, name, group[name])
         values = kind.values(group)
+    plain_values = tuple(map(checks.item, values))
     try:
-        settings = _cached(owner, kind, tuple(map(checks.item, values)))
+        settings: Settings = _cached(owner, kind, plain_values)
     except TypeError:  # perhaps a tuple of something that cannot be a key
-        settings = _checked(owner, kind, tuple(map(checks.item, values)))
+        settings = _checked(owner, kind, plain_values)
     fit(owner, group)
     if not any(isinstance(value, Tensor) for value in values):  # which may change in place
         if len(memo) >= _MEMORIZED:  # of groups that may be gone
@@ -270,8 +271,10 @@ def read(owner: str, kind: type[Settings], group: Group, memo: Memo | None = Non
 
 
 def fit(owner: str, group: Group) -> None:
-    """Refuse shapes in `per`, or a `joint`, that do not fit the group's parameters."""
+    """Refuse a `b_init`, shapes in `per` or a `joint` that do not fit the group's parameters."""
     params, per = checks.parameters(owner, group["params"]), group["per"]
+    for dtype in {p.dtype for p in params}:
+        checks.representable(owner, group["b_init"], dtype)
     if isinstance(per, list):
         shapes = cast(list[Shape], resolve(owner, per, params))
     elif group["joint"]:

@@ -1,6 +1,6 @@
 """The plain step, the reference for every kernel: collect, propose, rule, move.
 
-    collect    who has a gradient, checked
+    collect    who has a gradient (`wngrad.optim.collect`)
     propose    u of every parameter, and ‖u‖² of its blocks
     rule       b_j ← b_{j-1} + λ²‖u‖²/b_{j-1}
     move       x ← decay·x − displacement, and what is stored
@@ -13,7 +13,6 @@ all their blocks, put end to end, and the move over lists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial, reduce
 from typing import Any, cast
 
@@ -23,78 +22,11 @@ from torch import Tensor
 from wngrad import rule as equations
 from wngrad.guard import guarded_b
 from wngrad.optim import blocks, checks, lists, memory, orthogonal_sharded, sharded, state
+from wngrad.optim.collect import Step, Unit, share
 from wngrad.optim.directions import Orthogonalized
 from wngrad.optim.rounding import rounded
-from wngrad.optim.settings import Group, Settings, numbers
-from wngrad.optim.units import Unit, share
-from wngrad.optim.views import Step
 
 IN_PLACE = {torch.float32, torch.float64}  # types in which x is moved where it lies
-
-
-def collect(opt: Any, settings: Sequence[Settings]) -> list[Step]:
-    """The parameters that have a gradient. Everything is checked before any state is made.
-
-    Args:
-        opt: a `BlockOptimizer`.
-        settings: of its groups.
-    """
-    steps = []
-    scale, compiled = getattr(opt, "grad_scale", None), torch.compiler.is_compiling()
-    for number, (group, checked) in enumerate(zip(opt.param_groups, settings, strict=True)):
-        group = numbers(group)
-        lam = _lam(opt, group)
-        traced = compiled or checked.differentiable
-        for i, p in enumerate(group["params"]):
-            if p.grad is not None:
-                direction = opt.direction(group, p)
-                shapes, kept = state.wanted(group, i, direction), opt.state.get(p, {})
-                facts = direction, shapes, state.holds(group, p), scale, traced
-                untraceable = not shapes.keys() <= kept.keys() or p.grad.is_sparse
-                is_shard = hasattr(p, "to_local")
-                step = Step(p, number, checked, lam, *facts, untraceable, is_shard)
-                _check(type(opt).__name__, step, kept)
-                steps.append(step)
-    return steps
-
-
-def _lam(opt: Any, group: Group) -> float | Tensor:
-    lr = group["lr"]
-    lam = checks.scalar(type(opt).__name__, lr) if isinstance(lr, Tensor) else cast(float, lr)
-    found_inf: Tensor | None = getattr(opt, "found_inf", None)
-    if isinstance(lam, Tensor):  # wide, since λ² is needed
-        lam = lam.to(blocks.accumulator(lam.device))
-    if found_inf is None or (not isinstance(lam, Tensor) and lam == 0):
-        return lam
-    # A scaler has found an inf: a step without rate changes nothing.
-    wide = torch.as_tensor(lam, dtype=torch.float64, device=found_inf.device)
-    return torch.where(found_inf.reshape(()) != 0, 0.0, wide)
-
-
-def _check(owner: str, step: Step, kept: dict[str, Tensor]) -> None:
-    p, settings = step.param, step.settings
-    dense = {
-        "`momentum`": step.direction.touches_all,
-        "`weight_decay`": settings.weight_decay != 0,
-        "`average`": settings.average is not None,
-    }
-    checks.gradient(owner, p, cast(Tensor, p.grad), dense=dense)
-    if settings.differentiable:
-        if p.is_leaf and p.requires_grad:
-            raise ValueError(
-                f"{owner}: `differentiable` parameters must not be leaves that require a "
-                f"gradient, got one of shape {tuple(p.shape)}; use a clone."
-            )
-        direction = step.direction
-        if step.asks_ranks and orthogonal_sharded.is_cut(p, cast(Any, direction).layout):
-            raise ValueError(
-                f"{owner}: `differentiable` must be False for matrices that are cut between "
-                f"ranks, got True for a parameter of shape {tuple(p.shape)}."
-            )
-    if settings.c is None:
-        checks.representable(owner, settings.b_init, p.dtype)
-    fixed = "the state (neither `per` nor a shape may change)"
-    state.check(owner, fixed, p, kept, step.shapes)
 
 
 class Batch:
@@ -109,16 +41,27 @@ class Batch:
         self.steps = steps
         self.settings, self.direction = steps[0].settings, steps[0].direction
         self.new: dict[str, list[Tensor]] = {}  # buffers that `propose` has made
+        # What is stored: places to be written to.
+        self._p: list[Tensor] = []
+        self._b: list[Tensor] = []
+        self._t: list[Tensor] = []
+        self._buffers: dict[str, list[Tensor]] = {name: [] for name in steps[0].buffers}
+        self._cut = self._narrow = False  # some views are of another shape; some types too narrow
+        self._rates: list[Tensor] | None = None
         self.g: list[Tensor] = []
-        self.buffers: dict[str, list[Tensor]] = {name: [] for name in self.direction.buffers}
-        self._b: list[Tensor] = []  # as stored
-        self._cut, self._rates = False, cast("list[Tensor] | None", None)
         for step in steps:
-            self._cut = self._cut or step.p.shape != step.shape  # views are of another shape
+            self._p.append(step.p)
             self._b.append(step.b)
+            self._t.append(step.t)
             self.g.append(_gradient(step))
-            for name, buffers in self.buffers.items():
-                buffers.append(working(step.buffers[name]))
+            self._cut = self._cut or step.p.shape != step.shape
+            self._narrow = self._narrow or step.p.dtype not in IN_PLACE
+            for name, buffer in step.buffers.items():
+                self._buffers[name].append(buffer)
+                self._narrow = self._narrow or buffer.dtype not in IN_PLACE
+        self.buffers = {name: self._buffers[name] for name in self.direction.buffers}
+        if self._narrow:
+            self.buffers = {name: list(map(working, b)) for name, b in self.buffers.items()}
         if self._cut:
             self.g = self._whole(self.g)
             self.buffers = {name: self._whole(buffers) for name, buffers in self.buffers.items()}
@@ -147,7 +90,7 @@ class Batch:
     def counts(self) -> list[Tensor]:
         """The steps before this one, such that they broadcast against g."""
         if not self._cut or not self.direction.counts_blocks:
-            return [step.t for step in self.steps]
+            return self._t
         return [step.t.expand(step.p.shape).reshape(step.shape) for step in self.steps]
 
     def _whole(self, views: list[Tensor]) -> list[Tensor]:
@@ -219,24 +162,16 @@ class Batch:
         settings, direction, lam = self.settings, self.direction, self.steps[0].lam
         live = self._live()
         one = (lam != 0).float() if isinstance(lam, Tensor) else 1.0  # nothing without a rate
-        places: list[Tensor] = []
-        kept: dict[str, list[Tensor]] = {name: [] for name in self.steps[0].buffers}
-        ts: list[Tensor] = []
-        dtypes = set()
-        for step in self.steps:
-            places.append(step.p)
-            ts.append(step.t)
-            dtypes.add(step.p.dtype)
-            for name, buffer in step.buffers.items():
-                kept[name].append(buffer)
-                dtypes.add(buffer.dtype)
-        copied = live is not None or settings.differentiable or not dtypes <= IN_PLACE
-        x = [working(p, copy=True) for p in places] if copied else places
-        self.buffers = kept
+        copied = live is not None or settings.differentiable or self._narrow
+        x, self.buffers = self._p, self._buffers
         if copied:
-            self.buffers = {n: [working(b, copy=True) for b in part] for n, part in kept.items()}
+            x = [working(p, copy=True) for p in x]
+            self.buffers = {
+                name: [working(buffer, copy=True) for buffer in buffers]
+                for name, buffers in self._buffers.items()
+            }
         if direction.counts_blocks:
-            t = lists.flatten(ts)
+            t = lists.flatten(self._t)
             self.t = t + 1 if live is None else torch.where(live, t + 1, t)
         if direction.decay and settings.decoupled_weight_decay and settings.weight_decay:
             factor = direction.decay.kept(self)
@@ -248,27 +183,29 @@ class Batch:
             lists.add_(x, d, alpha=-1)  # x ← x − d
         else:
             lists.addcmul_(x, d, factors, value=-1)  # x ← x − factor·d
-        counts = self.split(self.t) if direction.counts_blocks else None
-        if settings.average is not None or (copied and settings.stochastic_rounding):
-            k = counts or [t + one for t in ts]  # with this step
+        if direction.counts_blocks:
+            counts = self.split(self.t)
+        elif settings.average is not None or settings.stochastic_rounding:
+            counts = [t + one for t in self._t]
         if settings.average is not None:
-            shares = [equations.polynomial_weight(settings.average, t.to(x[0].dtype)) for t in k]
+            k = [t.to(x[0].dtype) for t in counts]
+            shares = [equations.polynomial_weight(settings.average, t) for t in k]
             lists.lerp_(self.buffers[state.AVERAGE], x, shares)  # x̄ ← x̄ + (η+1)/(k+η)·(x − x̄)
         if copied:
-            if settings.stochastic_rounding and places[0].dtype == torch.bfloat16:
-                x = [rounded(value, t) for value, t in zip(x, k, strict=True)]
+            if settings.stochastic_rounding and self._p[0].dtype == torch.bfloat16:
+                x = [rounded(value, t) for value, t in zip(x, counts, strict=True)]
             masks = None if live is None else self.split(live)
-            pairs = [(places, x), *((kept[name], new) for name, new in self.buffers.items())]
-            for old, new in pairs:
+            pairs = [(buffers, self.buffers[name]) for name, buffers in self._buffers.items()]
+            for old, new in [(self._p, x), *pairs]:
                 if masks is not None:
                     triples = zip(masks, new, old, strict=True)
                     new = [torch.where(on, value, before) for on, value, before in triples]
                 lists.copy_(old, new)
         self._store_b()
-        if counts is None:
-            lists.add_(ts, [one] * len(ts) if isinstance(one, Tensor) else one)
+        if direction.counts_blocks:
+            lists.copy_(self._t, counts)
         else:
-            lists.copy_(ts, counts)
+            lists.add_(self._t, [one] * len(x) if isinstance(one, Tensor) else one)
         for step in self.steps:
             if step.write_back is not None:
                 step.write_back()
@@ -314,9 +251,8 @@ def working(t: Tensor, *, copy: bool = False) -> Tensor:
 
 def _gradient(step: Step) -> Tensor:
     """The gradient the rule sees: unscaled, of −f if maximizing, with coupled decay in it."""
-    settings, g = step.settings, step.g
-    if g.dtype not in IN_PLACE:
-        g = working(g)
+    settings = step.settings
+    g = step.g if step.g.dtype in IN_PLACE else working(step.g)
     if step.scale is not None:
         g = g / step.scale.to(g.device).reshape(())
     if settings.maximize:

@@ -20,17 +20,17 @@ with naming_the_extra("wngrad.transforms", "jax", "optax"):
         averaged_params,
         polynomial_average,
     )
-    from wngrad.transforms.layouts import MatrixAxes, flax_layout
+    from wngrad.transforms.layouts import MatrixAxes, flax_layout, flax_neuron_axis, neuron_axis_of
     from wngrad.transforms.lipschitz import lipschitz_b_init
-    from wngrad.transforms.muon import WNMuonState, wnmuon
-    from wngrad.transforms.neurons import flax_neuron_axis, neuron_axis_of
     from wngrad.transforms.optimizers import (
         WNAdamState,
         WNGradState,
+        WNMuonState,
         scale_by_wn_adam,
         scale_by_wngrad,
         wn_adam,
         wngrad,
+        wnmuon,
     )
     from wngrad.transforms.orthogonal import orthogonalize
 

@@ -17,9 +17,7 @@ from jax import Array
 
 from wngrad import rule
 from wngrad.transforms.blocks import arrays, b_dtype, wider
-from wngrad.transforms.chains import zero
-from wngrad.transforms.checks import checked
-from wngrad.transforms.settings import Number, PyTree
+from wngrad.transforms.settings import Number, PyTree, number
 
 
 class PolynomialAverageState(NamedTuple):
@@ -49,12 +47,12 @@ def polynomial_average(eta: Number = 8.0) -> optax.GradientTransformation:
         >>> averaged_params(state)  # 2/(2+1) of the way from 1 to 4
         Array([3.], dtype=float32)
     """
-    eta = checked("polynomial_average", "eta", eta)
+    eta = number("polynomial_average", "eta", eta)
 
     def init(params: PyTree) -> PolynomialAverageState:
         # A copy, so that parameters and state may both be donated.
         average = jax.tree.map(lambda p: jnp.copy(wider(p)), arrays(params))
-        return PolynomialAverageState(zero(), average)
+        return PolynomialAverageState(jnp.zeros((), jnp.int32), average)
 
     def update(
         updates: PyTree, state: PolynomialAverageState, params: PyTree | None = None
@@ -66,12 +64,15 @@ def polynomial_average(eta: Number = 8.0) -> optax.GradientTransformation:
             )
         params, moved = arrays(params), arrays(updates)
         moves = [(u != 0).any() for u in jax.tree.leaves(moved)]
-        counts = jnp.stack(moves).any() if moves else jnp.asarray(False)
+        counts = jnp.stack(moves or [jnp.asarray(False)]).any()
         k = jnp.where(counts, optax.safe_increment(state.count), state.count)
 
         def leaf(mean: Array, p: Array, u: Array) -> Array:
             weight = rule.polynomial_weight(eta, jnp.maximum(k, 1).astype(b_dtype(p)))
-            new = _between(mean, wider(p) + wider(u), weight)
+            x = wider(p) + wider(u)
+            # Of two ways to write x̄ + w·(x − x̄), the one that is x at w = 1, or x̄ at w = 0.
+            near_mean, near_x = mean + weight * (x - mean), x - (1 - weight) * (x - mean)
+            new = jnp.where(weight < 0.5, near_mean, near_x)
             return jnp.where(counts, new, mean).astype(mean.dtype)
 
         average = jax.tree.map(leaf, state.average, params, moved)
@@ -113,9 +114,3 @@ def averaged_params(state: Any, params: PyTree | None = None) -> PyTree:
     if params is None:
         return average
     return jax.tree.map(leaf, average, params, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
-
-
-def _between(mean: Array, x: Array, weight: Array) -> Array:
-    """x̄ + w·(x − x̄), which is x exactly at w = 1, and x̄ at w = 0 and where x is x̄."""
-    apart = x - mean
-    return jnp.where(weight < 0.5, mean + weight * apart, x - (1 - weight) * apart)

@@ -1,4 +1,4 @@
-"""Leaves as matrices: which axes of a leaf are a neuron's inputs, and which count neurons.
+"""What the axes of a leaf are: which count neurons, and which are a neuron's inputs.
 
 The names of the axes are those of `optax.contrib.MuonDimensionNumbers`, which is taken wherever
 `MatrixAxes` is: labels written for `optax.contrib.muon` serve here, too.
@@ -12,14 +12,53 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array
-
-from wngrad.transforms.neurons import flax_neuron_axis
 
 Path = tuple[Any, ...]
 Shape = tuple[int, ...]
 Several = int | tuple[int, ...]
+Axes = Several | None  # None for one b per entry
+AxisFunction = Callable[[Path, Shape], Axes]
+
+
+def flax_neuron_axis(path: Path, shape: Shape) -> Axes:
+    """Flax's convention: a kernel's last axis, an embedding's first, each entry of a bias or scale.
+
+    The kernel of an attention's query, key or value is (in, heads, dim): its neurons are the last
+    two axes.
+    """
+    names = names_of(path)
+    if names[-1:] == ("value",):  # an nnx variable wraps its content once more
+        names = names[:-1]
+    layer, name = (None, None, *names)[-2:]
+    if len(shape) < 2 or name in ("bias", "scale"):
+        return None
+    if name == "embedding":
+        return 0
+    return (-2, -1) if layer in ("query", "key", "value") and len(shape) == 3 else -1
+
+
+def neuron_axis_of(module: Any) -> AxisFunction:
+    """The `neuron_axis` of a model: Equinox keeps the neuron first, Flax last (embeddings first).
+
+    Leaves that a transformation has stacked (`nn.scan`, `eqx.filter_vmap`) have one axis more, and
+    need a function of yours.
+
+    Args:
+        module: an Equinox module, or a Flax one (linen or nnx).
+    """
+    origins = {base.__module__.split(".")[0] for base in type(module).__mro__}
+    if "equinox" in origins:
+        return lambda path, shape: 0 if len(shape) > 1 else None
+    if "flax" in origins:
+        return flax_neuron_axis
+    raise TypeError(
+        f"neuron_axis_of: `module` must be an Equinox or Flax module, got "
+        f"{type(module).__name__}; give `neuron_axis` as a number or a function of path and shape."
+    )
+
+
+# ---------------------------------------------------------------- leaves as matrices
 
 
 class MatrixAxes(NamedTuple):
@@ -34,7 +73,6 @@ class MatrixAxes(NamedTuple):
 
 Label = MatrixAxes | Literal["matrix", "embedding", "vector"] | None  # None: a vector
 LayoutFunction = Callable[[Path, Shape], Label]
-_NAMES = ("matrix", "embedding", "vector")
 
 
 def flax_layout(path: Path, shape: Shape) -> Label:
@@ -68,59 +106,49 @@ class Matrices:
     by_rows: bool = False  # an embedding: rows without a gradient do not move
 
     @property
-    def order(self) -> tuple[int, ...]:
-        return self.stacked + self.outputs + self.inputs
-
-    @property
     def neurons(self) -> tuple[int, ...]:
         """The axes along which every index has a b of its own."""
         return self.stacked + self.outputs
 
-    def of(self, leaf: Array) -> Array:
-        """A leaf as its matrices."""
-        return leaf.transpose(self.order).reshape(self._sizes(leaf.shape))
-
-    def restore(self, matrices: Array, shape: Shape) -> Array:
-        """The inverse of `of`."""
-        moved = matrices.reshape(tuple(shape[i] for i in self.order))
-        return moved.transpose(tuple(self.order.index(i) for i in range(len(shape))))
-
-    def scale(self, shape: Shape) -> float:
-        """max(1, √(out/in)) of one matrix; 1 for one without inputs."""
-        _, out, size = self._sizes(shape)
-        return max(1.0, math.sqrt(out / size)) if size else 1.0
-
-    def seen(self, g: Array) -> Array:
-        """The rows that have a gradient, as a mask."""
-        return jnp.any(g != 0, self.inputs, keepdims=True)
-
-    def _sizes(self, shape: Shape) -> tuple[int, ...]:
+    def apply(self, f: Callable[[Array], Array], leaf: Array) -> Array:
+        """f of a leaf's matrices, as a leaf again."""
+        order = self.neurons + self.inputs
+        moved = leaf.transpose(order)
         axes = (self.stacked, self.outputs, self.inputs)
-        return tuple(math.prod(shape[i] for i in part) for part in axes)
+        stack = moved.reshape(tuple(math.prod(leaf.shape[i] for i in part) for part in axes))
+        new = f(stack).reshape(moved.shape)
+        return new.transpose(tuple(order.index(i) for i in range(leaf.ndim)))
 
 
-class Layouts:
-    """The layout of every leaf of a tree.
+def matrices_of(owner: str, layout: Any) -> Callable[[Path, Shape], Matrices | None]:
+    """A function of a leaf's path and shape: its matrices, or None for a vector.
 
     Args:
         owner: whose `layout` it is, for messages.
         layout: None for `flax_layout`, a function like it, or a tree of labels: one for each leaf,
             or for a whole part of the tree.
     """
+    label_of = flax_layout if layout is None else layout
+    labels = {}
+    if not callable(label_of):
+        leaves, _ = jax.tree_util.tree_flatten_with_path(
+            layout, is_leaf=lambda part: part is None or _has_axes(part)
+        )
+        labels = {names_of(path): label for path, label in leaves}
 
-    def __init__(self, owner: str, layout: Any) -> None:
-        self._owner = owner
-        self._label: LayoutFunction
-        if layout is None or callable(layout):
-            self._label = flax_layout if layout is None else layout
-            return
-        labels, _ = jax.tree_util.tree_flatten_with_path(layout, is_leaf=_is_label)
-        self._table = {names_of(path): label for path, label in labels}
-        self._label = self._by_place
+    def error(rule: str, label: object, path: Path, shape: Shape) -> ValueError:
+        where = jax.tree_util.keystr(path) or "the leaf"
+        return ValueError(f"{owner}: `layout` {rule}, got {label!r} for {where} of shape {shape}.")
 
-    def matrices(self, path: Path, shape: Shape) -> Matrices | None:
-        """The matrices of a leaf; None for a vector."""
-        label: Any = self._label(path, shape)
+    def matrices(path: Path, shape: Shape) -> Matrices | None:
+        label: Any
+        if callable(label_of):
+            label = label_of(path, shape)
+        else:
+            parts = (names_of(path)[:n] for n in range(len(path), -1, -1))
+            if (part := next((part for part in parts if part in labels), None)) is None:
+                raise error("must have a label for every leaf", "none", path, shape)
+            label = labels[part]
         n = len(shape)
         if label is None or label == "vector":
             return None
@@ -128,55 +156,33 @@ class Layouts:
             return Matrices((), (0,), tuple(range(1, n)), by_rows=True)
         if label == "matrix" and n > 1:
             return Matrices((), (n - 1,), tuple(range(n - 1)))
-        if not _is_axes(label):
-            rule = f"must be one of {_NAMES}, None or MatrixAxes, or a tree or function of these"
-            if label in ("matrix", "embedding"):
-                rule = "must be 'vector' for fewer than 2 dimensions"
-            raise self._error(rule, label, path, shape)
-        inputs, outputs = (_counted(each, n) for each in (label.reduction_axis, label.output_axis))
-        if inputs is None or outputs is None or set(inputs) & set(outputs):
-            raise self._error("must name different axes of the leaf", label, path, shape)
-        stacked = tuple(i for i in range(n) if i not in inputs + outputs)
-        return Matrices(stacked, outputs, inputs)
+        if label in ("matrix", "embedding"):
+            raise error("must be 'vector' for fewer than 2 dimensions", label, path, shape)
+        if not _has_axes(label):
+            names = ("matrix", "embedding", "vector")
+            rule = f"must be one of {names}, None or MatrixAxes, or a tree or function of these"
+            raise error(rule, label, path, shape)
+        inputs, outputs = (from_0(axes, n) for axes in (label.reduction_axis, label.output_axis))
+        if not inputs or not outputs or len({*inputs, *outputs}) < len(inputs + outputs):
+            raise error("must name different axes of the leaf", label, path, shape)
+        return Matrices(tuple(i for i in range(n) if i not in inputs + outputs), outputs, inputs)
 
-    def neuron_axis(self, path: Path, shape: Shape) -> tuple[int, ...] | None:
-        """The axes with a b for every index; None for a b for each entry."""
-        matrices = self.matrices(path, shape)
-        return None if matrices is None else matrices.neurons
+    return matrices
 
-    def _by_place(self, path: Path, shape: Shape) -> Label:
-        names = names_of(path)
-        for n in range(len(names), -1, -1):
-            if names[:n] in self._table:
-                label: Label = self._table[names[:n]]
-                return label
-        raise self._error("must have a label for every leaf", "none", path, shape)
 
-    def _error(self, rule: str, label: object, path: Path, shape: Shape) -> ValueError:
-        where = jax.tree_util.keystr(path) or "the leaf"
-        return ValueError(
-            f"{self._owner}: `layout` {rule}, got {label!r} for {where} of shape {shape}."
-        )
+def from_0(axes: Any, n: int) -> tuple[int, ...] | None:
+    """One axis or several, counted from 0; None unless they are axes of n dimensions."""
+    several = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+    if not all(type(i) is int and -n <= i < n for i in several):
+        return None
+    return tuple(i % n for i in several)
 
 
 def names_of(path: Path) -> tuple[Any, ...]:
     """The names and numbers on a path, whatever kind of container each is of."""
-    fields = ("key", "name", "idx")
-    return tuple(next((getattr(k, f) for f in fields if hasattr(k, f)), k) for k in path)
+    attributes = ("key", "name", "idx")
+    return tuple(next((getattr(k, a) for a in attributes if hasattr(k, a)), k) for k in path)
 
 
-def _is_axes(label: Any) -> bool:
+def _has_axes(label: Any) -> bool:
     return hasattr(label, "reduction_axis") and hasattr(label, "output_axis")
-
-
-def _is_label(value: Any) -> bool:
-    return value is None or _is_axes(value)
-
-
-def _counted(axes: Any, n: int) -> tuple[int, ...] | None:
-    """Axes counted from 0; None if they are not different axes of n dimensions."""
-    several = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
-    if not several or not all(type(i) is int and -n <= i < n for i in several):
-        return None
-    counted = tuple(i % n for i in several)
-    return counted if len(set(counted)) == len(counted) else None

@@ -14,8 +14,7 @@ from jax.flatten_util import ravel_pytree
 
 from wngrad import slopes
 from wngrad.transforms.blocks import arrays
-from wngrad.transforms.checks import checked
-from wngrad.transforms.settings import Number, PyTree
+from wngrad.transforms.settings import Number, PyTree, number
 
 
 def lipschitz_b_init(
@@ -54,8 +53,8 @@ def lipschitz_b_init(
         4.0
     """
     owner = "lipschitz_b_init"
-    lam = float(checked(owner, "learning_rate", learning_rate, above=0.0))
-    far = float(checked(owner, "radius", radius, above=0.0))
+    lam = float(number(owner, "learning_rate", learning_rate, above=0.0))
+    far = float(number(owner, "radius", radius, above=0.0))
     if not isinstance(points, int) or points < 2:
         raise ValueError(f"{owner}: `points` must be an integer >= 2, got {points!r}.")
     params = arrays(params)
@@ -65,14 +64,13 @@ def lipschitz_b_init(
     eps = max(float(jnp.finfo(p.dtype).eps) for p in jax.tree.leaves(params))  # type: ignore[no-untyped-call]
     size = slopes.radius(far, float(np.linalg.norm(_exactly(start))), eps)
     near = []
-    for each in jax.random.split(jax.random.key(0) if key is None else key, points):
-        away = jax.random.normal(each, start.shape, start.dtype)
+    for seed in jax.random.split(jax.random.key(0) if key is None else key, points):
+        away = jax.random.normal(seed, start.shape, start.dtype)
         point = restore((start + size * away / jnp.linalg.norm(away)).astype(start.dtype))
         # The point really reached, after rounding to the parameters' types.
         near.append([_exactly(ravel_pytree(tree)[0]) for tree in (point, jax.grad(loss)(point))])
-    pairs = [np.subtract(one, other) for one, other in combinations(near, 2)]
-    apart = ((float(np.linalg.norm(u)), float(np.linalg.norm(g))) for u, g in pairs)
-    return lam * slopes.largest(owner, "loss", apart)
+    apart = (map(np.linalg.norm, np.subtract(*pair)) for pair in combinations(near, 2))
+    return lam * slopes.largest(owner, "loss", ((float(u), float(g)) for u, g in apart))
 
 
 def _exactly(x: Array) -> Any:

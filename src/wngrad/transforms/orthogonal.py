@@ -37,19 +37,16 @@ def orthogonalize(matrices: Array, precision: Any = "highest") -> Array:
     if x.size == 0:
         return x
     tall = x.shape[-2] > x.shape[-1]
-    x = _scaled(x.mT if tall else x)
+    x = x.mT if tall else x
+    # Divided by the Frobenius norm, which neither overflows nor underflows.
+    x = times(power_of_two(jnp.abs(x).max((-2, -1), keepdims=True)), x)
+    sq = (x**2).sum((-2, -1), keepdims=True)
+    x = x / jnp.sqrt(jnp.where(sq > 0, sq, 1))
+    x = jnp.where(jnp.abs(x) < NOTHING, 0, x)
     exact = precision in ("highest", jax.lax.Precision.HIGHEST)
     by_gram = exact and x.shape[-1] > WIDE * x.shape[-2]
     x = (_by_gram if by_gram else _polynomials)(x, precision)
     return x.mT if tall else x
-
-
-def _scaled(x: Array) -> Array:
-    """Every matrix divided by its Frobenius norm, which neither overflows nor underflows."""
-    x = times(power_of_two(jnp.abs(x).max((-2, -1), keepdims=True)), x)
-    sq = (x**2).sum((-2, -1), keepdims=True)
-    x = x / jnp.sqrt(jnp.where(sq > 0, sq, 1))
-    return jnp.where(jnp.abs(x) < NOTHING, 0, x)
 
 
 def _scale(square: Array) -> Array:

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wngrad.optim.collect import Unit
 from wngrad.optim.fused import library, records
 from wngrad.optim.fused.launch_key import LaunchKey, RowLayout, layout, places
 from wngrad.optim.fused.records import Refused, address
-from wngrad.optim.units import Unit
 
 DTYPES = (torch.float32, torch.bfloat16)
 PIECE = 2**16  # elements of an item of work, and of a piece of a row twice as long or longer

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wngrad.optim.collect import Unit
 from wngrad.optim.fused.launch_key import LaunchKey
 from wngrad.optim.fused.records import DTYPES, Refused
 from wngrad.optim.fused.tables import LaunchBatch, SplitStep, Table
 from wngrad.optim.fused.tiling import Tiling
-from wngrad.optim.units import Unit
 
 
 class Launch:

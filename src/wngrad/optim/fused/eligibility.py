@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from wngrad.optim import memory, sharded
+from wngrad.optim.collect import Step, Unit, alone
 from wngrad.optim.directions import Orthogonalized
 from wngrad.optim.fused import cpu, matrices
 from wngrad.optim.fused.launch_key import decay, layout, runs_native
@@ -22,8 +23,6 @@ from wngrad.optim.fused.records import DTYPES, NUMBER, RULES
 from wngrad.optim.fused.snapshot import UNKNOWN_KIND, Scope, momentum_setting, rate
 from wngrad.optim.settings import Settings
 from wngrad.optim.state import AVERAGE
-from wngrad.optim.units import Unit, alone
-from wngrad.optim.views import Step
 
 _Obstacles: TypeAlias = Iterator[tuple[bool, str]]
 

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from wngrad.optim import checks
+from wngrad.optim.collect import Unit
 from wngrad.optim.fused import cpu, eligibility, matrices
 from wngrad.optim.fused.launch_key import LaunchKey, launch_key
 from wngrad.optim.fused.matrices import Stage
 from wngrad.optim.fused.snapshot import Scope, Snapshot, Snapshots
 from wngrad.optim.fused.tiling import SMALL, Tiling, tiling
-from wngrad.optim.units import Unit
 
 if TYPE_CHECKING:
     from wngrad.optim.fused import cuda

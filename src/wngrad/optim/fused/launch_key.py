@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from wngrad.optim.collect import Step, Unit
 from wngrad.optim.directions import Adam
 from wngrad.optim.fused.records import DECAYS, RULES, TENSORS, Decay, Rule, address, bits
 from wngrad.optim.settings import Settings
 from wngrad.optim.state import AVERAGE
-from wngrad.optim.units import Unit
-from wngrad.optim.views import Step
 
 _MOST_KEPT, _MOST_SUMMED = 2, 4  # dimensions a strided address can have
 

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from wngrad.optim import lists
+from wngrad.optim.collect import Step, Unit
 from wngrad.optim.directions import Orthogonalized
 from wngrad.optim.fused.records import GROUP
 from wngrad.optim.fused.snapshot import Scope, momentum_setting
 from wngrad.optim.modules import Layout
 from wngrad.optim.step import Batch
-from wngrad.optim.units import Unit
-from wngrad.optim.views import Step
 
 _NAMES = GROUP.names or ()
 _WORDS, _LAM = len(_NAMES), _NAMES.index("lam")
@@ -155,11 +154,8 @@ class Matrices:
             for matrix in matrices:
                 p = scope.params[matrix.place]
                 kept = scope.optimizer.state[p]
-                step = Step(
-                    *(p, group, settings, lam, direction, {}),
-                    **{"holds": False, "scale": scale, "traced": False},
-                    **{"untraceable": False, "sharded": False},
-                )
+                facts = (False, scale, False, False, False)  # not held, traced or sharded
+                step = Step(p, group, settings, lam, direction, {}, *facts)
                 step.p, step.g, step.shape = p, cast(Tensor, p.grad), p.shape
                 step.b, step.t, step.buffers = kept["b"], kept["t"], {"m": kept["m"]}
                 steps.append(step)

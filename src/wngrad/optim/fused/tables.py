@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from wngrad.optim.collect import Step, Unit
 from wngrad.optim.fused.launch_key import LaunchKey, RowLayout, layout, places, tensors
 from wngrad.optim.fused.records import address
 from wngrad.optim.fused.tiling import Tiling
-from wngrad.optim.units import Unit
-from wngrad.optim.views import Step
 
 MOST_TILES, WARPS = 16, 2**13  # of one program, as long as there are so many warps of all of them
 _SENT = 2**12  # words at once, half of what CUDA takes with a call

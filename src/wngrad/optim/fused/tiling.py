@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from wngrad.optim.units import Unit, alone
+from wngrad.optim.collect import Unit, alone
 
 
 class Tiling(NamedTuple):
