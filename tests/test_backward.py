@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import sys
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ import release
 from conftest import TABLE, same, same_state
 from wngrad import WNAdam, WNGrad, WNMuon, neuron_groups, step_in_backward
 from wngrad.conformance.distributed import on_ranks
+from wngrad.optim.report import SmallRateWarning
 
 ROWS = [row for row in TABLE if row.options.get("per") != "model"]
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -720,6 +722,22 @@ def test_step_parameter_in_hooks_is_the_ordinary_step(make):
     (one, opt), (other, inside) = run(False), run(True)
     assert same(one, other)
     assert same_state(opt, inside)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_that_the_rate_is_small_is_said_once_not_once_a_parameter(alone):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    opt = WNGrad(model.parameters(), lr=1e-4)
+    hooks = hooked(model, opt) if alone else step_in_backward(opt)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for k in range(110):
+            model(torch.full((1, 3), 0.01)).sum().backward()
+            if not alone:
+                opt.step()
+            assert len(said) == (k >= 100)
+    assert (hooks is None) == alone
+    assert said[0].category is SmallRateWarning
 
 
 def test_step_parameter_leaves_the_gradient_and_all_other_parameters_alone():

@@ -6,8 +6,6 @@ others, and the gradients of the whole model need never be in memory at once.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -15,14 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from wngrad.optim import sharded
+from wngrad.optim import report, sharded
 from wngrad.optim.optimizer import BlockOptimizer
 from wngrad.optim.orthogonal_sharded import is_cut
 from wngrad.optim.settings import Group
 from wngrad.optim.state import shape_of
 
 _OWNER = "step_in_backward"
-_OF_A_PART = {"_engine", "_memo", "_steps", "_single_parts", "param_groups", "state"}  # its own
 
 
 class Released:
@@ -80,72 +77,66 @@ def step_in_backward(optimizer: BlockOptimizer) -> Released:
         _check_settings(group)
         _check_places(optimizer, group)
     hooks = [optimizer.register_step_pre_hook(_refuse_scaler)]
-    for part in _parts(optimizer):
-        hooks += [p.register_post_accumulate_grad_hook(part) for p in part.params]
+    for number, group in enumerate(optimizer.param_groups):
+        every = list(range(len(group["params"])))
+        for places in [every] if group["joint"] else [[i] for i in every]:
+            part = Part(optimizer, number, places)
+            trained = [p for p in part.params if p.requires_grad]  # those that can have a hook
+            hooks += [p.register_post_accumulate_grad_hook(part) for p in trained]
     return Released(hooks)
 
 
-class _Part:
-    """Parameters that step together: one alone, or all of a `joint` group."""
+class Part:
+    """Parameters that step together: one alone, or all of a `joint` group.
 
-    def __init__(self, whole: BlockOptimizer, group: int, members: list[int]) -> None:
-        self._whole, self._number, self._members = whole, group, members
-        self._group = whole.param_groups[group]
-        self._all = [self._group["params"][i] for i in members]
-        self.params = [p for p in self._all if p.requires_grad]  # those that can have a hook
-        # The same optimizer over fewer parameters, with a cache of fused steps of its own.
-        self._alone: BlockOptimizer = object.__new__(type(whole))
-        vars(self._alone).update(vars(whole), _engine=whole._engine.of_part(), _memo={})
+    Args:
+        number: of their group.
+        places: theirs in its "params".
+    """
+
+    def __init__(self, optimizer: BlockOptimizer, number: int, places: list[int]) -> None:
+        self._optimizer, self.number, self.places = optimizer, number, places
+        self.params = [optimizer.param_groups[number]["params"][i] for i in places]
+        self.engine = optimizer._engine.of_part()
+        self._steps = 0  # of `step_alone`
 
     def __call__(self, _: Tensor) -> None:
         """The hook: step, unless another's gradient is still to come, and free the gradients."""
-        if any(p.grad is None and p.requires_grad for p in self._all):
+        if any(p.grad is None and p.requires_grad for p in self.params):
             return
         if self.take():
-            for p in self._all:
+            for p in self.params:
                 p.grad = None
 
-    def _current_group(self) -> Group | None:
-        """The group that holds the members now; None if they are no longer the optimizer's."""
-        groups = self._whole.param_groups
-        if self._number < len(groups) and self.is_in(groups[self._number]):
-            return groups[self._number]
-        for number, group in enumerate(groups):
-            places = {id(p): i for i, p in enumerate(group["params"])}
-            if all(id(p) in places for p in self._all):
-                self._number, self._members = number, [places[id(p)] for p in self._all]
-                return group
-        return None
-
-    def is_in(self, group: Group) -> bool:
-        """Whether the members are where they were in a group."""
-        params = group["params"]
-        places = zip(self._members, self._all, strict=True)
-        return all(i < len(params) and params[i] is p for i, p in places)
-
     def take(self) -> bool:
-        """Step the members that have a gradient; False if they are no longer the optimizer's."""
-        whole, alone, group = self._whole, self._alone, self._current_group()
-        if group is None:
-            return False
-        vars(alone).update({k: v for k, v in vars(whole).items() if k not in _OF_A_PART})
-        if group is not self._group:  # A checkpoint was loaded, and all state is another.
-            self._group = group
-        _check_settings(group)
-        whole._settings(group)  # put right, if need be, in the optimizer's own group
-        per = group["per"]
-        shapes = [per[i] for i in self._members] if isinstance(per, list) else per
-        known = [p for p in self._all if p.grad is not None or p in whole.state]
-        alone.param_groups = [{**group, "params": self._all, "per": shapes}]
-        alone.state = defaultdict(dict, {p: whole.state[p] for p in known})
-        alone._take()
-        alone.state.clear()  # What is kept here would outlive the loading of a checkpoint.
+        """Step those that have a gradient; False if they are no longer the optimizer's."""
+        groups = self._optimizer.param_groups
+        params = groups[self.number]["params"] if self.number < len(groups) else []
+        pairs = zip(self.places, self.params, strict=True)
+        if not all(i < len(params) and params[i] is p for i, p in pairs):  # groups were changed
+            for number, group in enumerate(groups):
+                place_of = {id(p): i for i, p in enumerate(group["params"])}
+                if all(id(p) in place_of for p in self.params):
+                    self.number, self.places = number, [place_of[id(p)] for p in self.params]
+                    break
+            else:
+                return False
+        _check_settings(groups[self.number])
+        self._optimizer._take(only=self)
         return True
+
+    def step_alone(self) -> None:
+        """Step, and warn of a small rate where nobody calls the optimizer's `step`, which does."""
+        self._steps += 1
+        if self._steps > report.WARN_AFTER >= self._optimizer._steps:
+            self._optimizer._steps = report.WARN_AFTER + 1
+            report.warn_of_small_rate(self._optimizer)
+        self.take()
 
 
 def step_parameter(optimizer: BlockOptimizer, p: Tensor, group: Group, i: int) -> None:
     """The step of one parameter; see `BlockOptimizer.step_parameter`."""
-    numbers = [n for n, own in enumerate(optimizer.param_groups) if own is group]
+    numbers = [n for n, listed in enumerate(optimizer.param_groups) if listed is group]
     owner = type(optimizer).__name__
     if not numbers or not 0 <= i < len(group["params"]) or group["params"][i] is not p:
         raise ValueError(
@@ -155,19 +146,11 @@ def step_parameter(optimizer: BlockOptimizer, p: Tensor, group: Group, i: int) -
     _refuse_scaler(optimizer)
     if group["joint"]:
         _refuse("`joint` must be False for a step of one parameter; use `step_in_backward`.")
-    parts: dict[tuple[int, int], _Part] = vars(optimizer).setdefault("_single_parts", {})
-    part = parts.get((numbers[0], i))
-    if part is None or not part.is_in(group):
+    part = optimizer._parts.get((numbers[0], i))
+    if part is None or part.params[0] is not p:
         _check_places(optimizer, group)
-        part = parts[numbers[0], i] = _Part(optimizer, numbers[0], [i])
-    part.take()
-
-
-def _parts(optimizer: BlockOptimizer) -> Iterator[_Part]:
-    for number, group in enumerate(optimizer.param_groups):
-        every = list(range(len(group["params"])))
-        for members in [every] if group["joint"] else [[i] for i in every]:
-            yield _Part(optimizer, number, members)
+        part = optimizer._parts[numbers[0], i] = Part(optimizer, numbers[0], [i])
+    part.step_alone()
 
 
 # ------------------------------------------------------------------------------ checks

@@ -27,7 +27,7 @@ class Step:
     """One parameter in one step, and what the step computes for it."""
 
     param: Tensor
-    group: int  # its number
+    group: int  # its number among those that step
     settings: Settings
     lam: float | Tensor
     direction: Direction
@@ -59,20 +59,28 @@ class Step:
         return self.sharded and self.direction.orthogonalizes
 
 
-def collect(opt: Any, settings: Sequence[Settings]) -> list[Step]:
+def collect(
+    opt: Any,
+    groups: Sequence[Group],
+    settings: Sequence[Settings],
+    places: Sequence[int] | None = None,
+) -> list[Step]:
     """The parameters that have a gradient. Everything is checked before any state is made.
 
     Args:
         opt: a `BlockOptimizer`.
-        settings: of its groups.
+        groups: those that step.
+        settings: of the groups.
+        places: which of a group's parameters step; None for all.
     """
     steps = []
     scale, compiled = getattr(opt, "grad_scale", None), torch.compiler.is_compiling()
-    for number, (group, checked) in enumerate(zip(opt.param_groups, settings, strict=True)):
+    for number, (group, checked) in enumerate(zip(groups, settings, strict=True)):
         group = numbers(group)
         lam = _lam(opt, group)
         traced = compiled or checked.differentiable
-        for i, p in enumerate(group["params"]):
+        for i in range(len(group["params"])) if places is None else places:
+            p = group["params"][i]
             if p.grad is not None:
                 direction = opt.direction(group, p)
                 shapes, kept = state.wanted(group, i, direction), opt.state.get(p, {})
@@ -204,14 +212,14 @@ def alone(unit: Unit) -> bool:
     return len(unit) == 1 and not unit[0].absent and not unit[0].ranks
 
 
-def units(opt: Any, steps: Iterable[Step]) -> list[Unit]:
+def units(opt: Any, groups: Sequence[Group], steps: Iterable[Step]) -> list[Unit]:
     """Who steps together, with views of every tensor. A step without rate changes nothing."""
     every: list[Unit] = []
     together: dict[int, Unit] = {}  # by the number of the group
     for step in steps:
         if not isinstance(step.lam, Tensor) and step.lam == 0:
             continue
-        group = opt.param_groups[step.group]
+        group = groups[step.group]
         shares = step.settings.shares and not step.holds
         open_views(step, opt.state[step.param], not shares or len(group["params"]) == 1)
         if shares and step.group in together:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,9 @@ from wngrad.optim import (
 from wngrad.optim.collect import Step
 from wngrad.optim.directions import Direction
 from wngrad.optim.settings import Group
+
+if TYPE_CHECKING:
+    from wngrad.optim import backward
 
 
 class BlockOptimizer(Optimizer):
@@ -110,56 +114,77 @@ class BlockOptimizer(Optimizer):
         if p.grad is not None:
             backward.step_parameter(self, p, group, i)
 
-    def _take(self) -> None:
-        """The step itself, with the gradients there are."""
+    def _take(self, only: backward.Part | None = None) -> None:
+        """The step itself, with the gradients there are; of a part of a group, if one is given."""
         if self._swapped:
             self._refuse_within_averaged()
-        engine, memo = None, None
-        if not torch.compiler.is_compiling():
-            engine, memo = self._engine, self._memo
+        if torch.compiler.is_compiling():
+            self._update(self.param_groups, None, self._settings_now(self.param_groups, None))
+        else:
+            self._take_eagerly(only)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _take_eagerly(self, only: backward.Part | None) -> None:
+        """The step outside any trace: as an earlier one like it was, or anew."""
+        if only is None:
+            groups, places, engine = self.param_groups, None, self._engine
+            params = [p for group in groups for p in group["params"]]
             self._steps += 1
             if self._steps == report.WARN_AFTER + 1:
                 report.warn_of_small_rate(self)
+        else:
+            groups, places, engine = [self.param_groups[only.number]], only.places, only.engine
+            params = only.params
+        now = self._settings_now(groups, self._memo)
+        scope = fused.Scope(self, params, groups, now)
+        if not engine.repeat(scope):
+            self._update(groups, places, now, partial(engine.take, scope))
+
+    def _settings_now(
+        self, groups: list[Group], memo: settings.Memo | None
+    ) -> list[settings.Settings]:
         now = []
-        for group in self.param_groups:
+        for group in groups:
             settings.rename(type(self).__name__, self.Settings, group)
             now.append(settings.read(type(self).__name__, self.Settings, group, memo))
-        if engine is not None and engine.repeat(self._scope(now)):
-            return
+        return now
+
+    def _update(
+        self,
+        groups: list[Group],
+        places: list[int] | None,
+        now: list[settings.Settings],
+        take: Any = None,
+    ) -> None:
+        """Collect, propose, rule, move: by the kernels that `take` units, and plainly."""
         differentiable = False
         for checked in now:
             differentiable = differentiable or checked.differentiable
         with torch.set_grad_enabled(differentiable):
-            steps = collect.collect(self, now)
+            steps = collect.collect(self, groups, now, places)
             untraceable = False
             for s in steps:
                 untraceable = untraceable or s.untraceable
-            (self._eager_update if untraceable else self._update)(steps, now, engine)
+            (self._with_new_state if untraceable else self._move)(groups, steps, take)
 
-    def _update(
-        self, steps: list[Step], now: list[settings.Settings], engine: fused.Engine | None
-    ) -> None:
-        """Propose, rule, move: by kernels where they can, and plainly where not."""
-        parts, launch = collect.units(self, steps), None
-        if engine is not None:
-            parts, launch = engine.take(self._scope(now), parts)
-        batches = step.propose(parts)
-        step.rule(type(self).__name__, parts, batches)
+    def _move(self, groups: list[Group], steps: list[Step], take: Any) -> None:
+        units, launch = collect.units(self, groups, steps), None
+        if take is not None:
+            units, launch = take(units)
+        batches = step.propose(units)
+        step.rule(type(self).__name__, units, batches)
         if launch is not None:
             launch()
         step.move(batches)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _eager_update(
-        self, steps: list[Step], now: list[settings.Settings], engine: fused.Engine | None
-    ) -> None:
-        """An update outside any trace; takes back the state it made if it fails."""
+    def _with_new_state(self, groups: list[Group], steps: list[Step], take: Any) -> None:
+        """A move outside any trace; takes back the state it made if it fails."""
         before = {s.param: dict(self.state[s.param]) for s in steps if s.param in self.state}
         try:
             for s in steps:
-                group = self.param_groups[s.group]
-                state.make(group, s.param, self.state[s.param], s.shapes, s.direction)
-            self._update(steps, now, self._engine)
+                state.make(groups[s.group], s.param, self.state[s.param], s.shapes, s.direction)
+            self._move(groups, steps, take)
         except BaseException:
             for s in steps:
                 self.state.pop(s.param, None)
@@ -169,10 +194,6 @@ class BlockOptimizer(Optimizer):
     def _refuse_within_averaged(self) -> None:
         if self._swapped:
             raise RuntimeError(f"{self._owner}: `step` must not be taken within `averaged`.")
-
-    def _scope(self, now: list[settings.Settings]) -> fused.Scope:
-        params = [p for group in self.param_groups for p in group["params"]]
-        return fused.Scope(self, params, self.param_groups, now)
 
     # ---------------------------------------------------------------- groups and checkpoints
 
@@ -185,6 +206,7 @@ class BlockOptimizer(Optimizer):
         self._engine = fused.Engine()
         self._memo: settings.Memo = {}  # of settings that were checked
         self._steps = 0  # that were asked for, for a hint that is given once
+        self._parts: dict[tuple[int, int], backward.Part] = {}  # that `step_parameter` steps
 
     def _settings(self, group: Group) -> settings.Settings:
         return settings.read(self._owner, self.Settings, group, {})

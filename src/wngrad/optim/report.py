@@ -401,6 +401,6 @@ def warn_of_small_rate(opt: Any) -> None:
                 f"{type(opt).__name__}: in {WARN_AFTER} steps at `lr` = {lam:g} {hint}, whatever "
                 f"your trainer's is.",
                 SmallRateWarning,
-                stacklevel=5,  # the line that called `step`
+                stacklevel=7,  # the line that called `step`
             )
             return
