@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ MOMENTUM_DECAY = {"momentum": 0.9, "weight_decay": 0.1}
 GRADIENT_SKIP = {"b_init": ("gradient", 2.0), "nonfinite": "skip"}
 
 
+@cache
 def from_the_docs() -> Any:
     """The optimizer that docs/new-optimizer.md writes, as it stands there."""
     page = (Path(__file__).parents[1] / "docs/new-optimizer.md").read_text()

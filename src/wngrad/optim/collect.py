@@ -76,7 +76,7 @@ def collect(
     steps = []
     scale, compiled = getattr(opt, "grad_scale", None), torch.compiler.is_compiling()
     for number, (group, checked) in enumerate(zip(groups, settings, strict=True)):
-        group = numbers(group)
+        group = numbers(opt.Settings, group)
         lam = _lam(opt, group)
         traced = compiled or checked.differentiable
         for i in range(len(group["params"])) if places is None else places:

@@ -211,11 +211,11 @@ def check_defaults(owner: str, kind: type[Settings], given: dict[str, Any]) -> N
     checks.or_none(checks.flag)(owner, "foreach", given.get("foreach"))
 
 
-def numbers(group: Group) -> Group:
+def numbers(kind: type[Settings], group: Group) -> Group:
     """The group with numbers in the place of tensors but λ; itself where there are none."""
     tensors = {}
-    for name, value in group.items():
-        if isinstance(value, Tensor) and name != "lr":
+    for name in kind.rows:
+        if isinstance(value := group[name], Tensor):
             tensors[name] = checks.item(value)
     return {**group, **tensors} if tensors else group
 
