@@ -52,9 +52,7 @@ class Certificate:
     assumed: tuple[str, ...]  # hypotheses taken on trust
     refuted: tuple[str, ...]  # hypotheses the run contradicts
     not_claimed: tuple[str, ...]  # what cannot be said, and why
-    lipschitz_seen: (
-        float  # the largest slope of the gradient on the run, less its rounding: L is no less
-    )
+    lipschitz_seen: float  # the largest slope of ∇f on the run, less its rounding: L is no less
 
     @property
     def holds(self) -> bool:
