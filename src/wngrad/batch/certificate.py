@@ -117,27 +117,7 @@ def certify(
     f_star: float | None = None,
     rounding: float | None = None,
 ) -> Certificate:
-    """The paper's inequalities on a run of `minimize`.
-
-    Args:
-        run: a finished run. Without `trace=True` only the claims about its ends can be made.
-        lipschitz: L, if you know it. A run with a trace is searched for a slope above it.
-        f_star: a lower bound on f, if you know it.
-        rounding: what may be lost on the way to either side of a claim, relative to the numbers
-            that went in: 4,500 units in the last place of x's type (1e-12 in float64) unless
-            given. Gradients by finite differences need more. x is rounded, too, which far from the
-            origin moves f by more than f's own last place: Lemma A.1 allows for it. Where b is so
-            large that a step is not much longer than x's rounding, no slope is known, and none
-            contradicts L.
-
-    Returns:
-        A `Certificate`. Print it.
-
-    Example:
-        >>> res = minimize(lambda x: x @ x, [3.0, -4.0], jac=lambda x: 2 * x, trace=True)
-        >>> print(res.certify(lipschitz=2.0, f_star=0.0).claims[-2])
-        Lemma 2.5: b after k0 = 1: 30.2092 ≤ 210   given lipschitz=2, f_star=0
-    """
+    """The paper's inequalities on a run of `minimize`; see `Result.certify`."""
     _check_finite(lipschitz=lipschitz, f_star=f_star)
     if lipschitz is not None and not lipschitz > 0:
         raise ValueError(f"certify: `lipschitz` must be > 0, got {lipschitz!r}.")

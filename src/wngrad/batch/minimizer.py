@@ -147,12 +147,12 @@ def minimize(
             if sq <= tol:
                 status = Status.CONVERGED
                 break
-            if nit and nit % _RARELY == 0 and arrays.equal(x, before):
+            if nit and nit % _RARELY == 0 and (x == before).all():
                 status = Status.STALLED
                 break
             if nit >= max_steps or (deadline is not None and time.monotonic() > deadline):
                 status = Status.STEP_LIMIT if nit >= max_steps else Status.TIME_LIMIT
-                if nit and arrays.equal(rule.step(x, g, b), x):
+                if nit and (rule.step(x, g, b) == x).all():
                     status = Status.STALLED
                 break
             if (nit + 1) % _RARELY == 0:
