@@ -222,16 +222,7 @@ def certify_stochastic(
     grad_bound: float | None = None,
     grad_floor: float | None = None,
 ) -> Certificate:
-    """Section 3's inequalities on a run of `minimize_stochastic`.
-
-    Args:
-        run: a finished run.
-        f_star: f*.
-        diameter: D, with E‖x_k − x*‖² ≤ D².
-        distance: ‖x₁ − x*‖; D if not given.
-        grad_bound: G, with E‖g_k‖² ≤ G²; the largest ‖g_k‖ of the run if not given.
-        grad_floor: γ ≤ ‖g_k‖; the smallest ‖g_k‖ of the run if not given.
-    """
+    """Section 3's inequalities on a run; see `StochasticResult.certify`."""
     known = {"diameter": diameter, "distance": distance}
     known |= {"grad_bound": grad_bound, "grad_floor": grad_floor}
     _check_finite(f_star=f_star, **known)

@@ -52,7 +52,15 @@ class StochasticResult:
         return self.status is Status.CONVERGED
 
     def certify(self, **known: float) -> Certificate:
-        """Section 3's inequalities; see `wngrad.batch.certificate.certify_stochastic`."""
+        """Section 3's inequalities on this run.
+
+        Args:
+            f_star: f*.
+            diameter: D, with E‖x_k − x*‖² ≤ D².
+            distance: ‖x₁ − x*‖; D if not given.
+            grad_bound: G, with E‖g_k‖² ≤ G²; the largest ‖g_k‖ of the run if not given.
+            grad_floor: γ ≤ ‖g_k‖; the smallest ‖g_k‖ of the run if not given.
+        """
         return certify_stochastic(self, **known)
 
 
