@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from wngrad import WNGrad, minimize, minimize_stochastic
-from wngrad.b_init import parse_b_init
 from wngrad.transforms import wngrad
+from wngrad.values import parse_b_init
 
 
 def by_minimize(b_init):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any
 
 
 def radius(relative: float, norm: float, eps: float) -> float:
@@ -11,9 +13,15 @@ def radius(relative: float, norm: float, eps: float) -> float:
     return max(relative, 8 * eps) * max(1.0, norm)
 
 
-def largest(owner: str, argument: str, pairs: Iterable[tuple[float, float]]) -> float:
-    """max ‖∇f(u_j) − ∇f(u_k)‖/‖u_j − u_k‖ ≤ L, from (distance, change of the gradient)."""
-    slopes = [change / apart for apart, change in pairs if apart > 0]
+def largest(
+    owner: str, argument: str, near: Sequence[tuple[Any, Any]], norm: Callable[[Any], float]
+) -> float:
+    """max ‖∇f(u_j) − ∇f(u_k)‖/‖u_j − u_k‖ ≤ L, from points and the gradients there."""
+    slopes = [
+        norm(g - h) / apart
+        for (u, g), (v, h) in combinations(near, 2)
+        if (apart := norm(u - v)) > 0
+    ]
     if not slopes or not all(map(math.isfinite, slopes)) or max(slopes) == 0:
         raise ValueError(
             f"{owner}: `{argument}` needs a finite gradient that changes near the start, got "

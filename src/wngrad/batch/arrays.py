@@ -62,10 +62,6 @@ def start(owner: str, x0: Any) -> tuple[Kind, Array]:
     return kind, x
 
 
-def equal(x: Array, y: Array) -> bool:
-    return bool((x == y).all())
-
-
 def epsilon(x: Array) -> float:
     """The rounding unit of an array's type."""
     return float(np.finfo(str(x.dtype).rpartition(".")[2]).eps)

@@ -14,6 +14,8 @@ import math
 from collections.abc import Callable
 from typing import ParamSpec
 
+import numpy as np
+
 _P = ParamSpec("_P")
 
 # b₁ may be rounded: as b₁ a norm may come out short of itself, and so may 1/(1/L).
@@ -85,7 +87,7 @@ def _theorem_2_3(lipschitz: float, gap: float, b1: float, grad_norm: float) -> t
 def lemma_2_4_points(*, lipschitz: float, b1: float, tol: float) -> float:
     """By N = max(1, ⌈L(L − b₁)/ε⌉ + 1), some ‖∇f(x_k)‖² ≤ ε or b_N ≥ L (Lemma 2.4)."""
     _positive("lemma_2_4_points", lipschitz=lipschitz, b1=b1, tol=tol)
-    return max(1.0, ceil(lipschitz * (lipschitz - b1) / tol) + 1)
+    return max(1.0, float(np.ceil(lipschitz * (lipschitz - b1) / tol)) + 1)
 
 
 @_infinite_beyond_floats
@@ -140,11 +142,6 @@ def theorem_3_1_gap(
         )
     noise = grad_bound**2 * (diameter**2 + 2) / (grad_floor * math.sqrt(k))
     return noise + b1 * distance**2 / (2 * k)
-
-
-def ceil(x: float) -> float:
-    """⌈x⌉, and ∞ as it is."""
-    return float(math.ceil(x)) if math.isfinite(x) else x
 
 
 def at_least(b: float, bound: float) -> bool:

@@ -52,9 +52,7 @@ class Certificate:
     assumed: tuple[str, ...]  # hypotheses taken on trust
     refuted: tuple[str, ...]  # hypotheses the run contradicts
     not_claimed: tuple[str, ...]  # what cannot be said, and why
-    lipschitz_seen: (
-        float  # the largest slope of the gradient on the run, less its rounding: L is no less
-    )
+    lipschitz_seen: float  # the largest slope of ∇f on the run, less its rounding: L is no less
 
     @property
     def holds(self) -> bool:
@@ -119,27 +117,7 @@ def certify(
     f_star: float | None = None,
     rounding: float | None = None,
 ) -> Certificate:
-    """The paper's inequalities on a run of `minimize`.
-
-    Args:
-        run: a finished run. Without `trace=True` only the claims about its ends can be made.
-        lipschitz: L, if you know it. A run with a trace is searched for a slope above it.
-        f_star: a lower bound on f, if you know it.
-        rounding: what may be lost on the way to either side of a claim, relative to the numbers
-            that went in: 4,500 units in the last place of x's type (1e-12 in float64) unless
-            given. Gradients by finite differences need more. x is rounded, too, which far from the
-            origin moves f by more than f's own last place: Lemma A.1 allows for it. Where b is so
-            large that a step is not much longer than x's rounding, no slope is known, and none
-            contradicts L.
-
-    Returns:
-        A `Certificate`. Print it.
-
-    Example:
-        >>> res = minimize(lambda x: x @ x, [3.0, -4.0], jac=lambda x: 2 * x, trace=True)
-        >>> print(res.certify(lipschitz=2.0, f_star=0.0).claims[-2])
-        Lemma 2.5: b after k0 = 1: 30.2092 ≤ 210   given lipschitz=2, f_star=0
-    """
+    """The paper's inequalities on a run of `minimize`; see `Result.certify`."""
     _check_finite(lipschitz=lipschitz, f_star=f_star)
     if lipschitz is not None and not lipschitz > 0:
         raise ValueError(f"certify: `lipschitz` must be > 0, got {lipschitz!r}.")
@@ -244,16 +222,7 @@ def certify_stochastic(
     grad_bound: float | None = None,
     grad_floor: float | None = None,
 ) -> Certificate:
-    """Section 3's inequalities on a run of `minimize_stochastic`.
-
-    Args:
-        run: a finished run.
-        f_star: f*.
-        diameter: D, with E‖x_k − x*‖² ≤ D².
-        distance: ‖x₁ − x*‖; D if not given.
-        grad_bound: G, with E‖g_k‖² ≤ G²; the largest ‖g_k‖ of the run if not given.
-        grad_floor: γ ≤ ‖g_k‖; the smallest ‖g_k‖ of the run if not given.
-    """
+    """Section 3's inequalities on a run; see `StochasticResult.certify`."""
     known = {"diameter": diameter, "distance": distance}
     known |= {"grad_bound": grad_bound, "grad_floor": grad_floor}
     _check_finite(f_star=f_star, **known)

@@ -76,7 +76,7 @@ def rate(draft: Draft, run: Result, known: Known) -> None:
         steps = partial(bounds.theorem_2_3_steps, **numbers)
         smallest = bounds.theorem_2_3_sq_norm(**numbers, points=run.nit + 1)
     if run.success and run.tol > 0:
-        most = max(1.0, bounds.ceil(steps(tol=run.tol)))
+        most = max(1.0, float(np.ceil(steps(tol=run.tol))))
         draft.claim(f"{name}: points until ‖∇f‖² ≤ {run.tol:g}", run.nit + 1, most, known.given)
     elif run.tol > 0:
         draft.not_claimed.append(f"{name}: points until ε, since the run ended before it")

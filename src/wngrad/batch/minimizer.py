@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from itertools import combinations
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
 
-from wngrad import rule, slopes
-from wngrad.b_init import parse_b_init
+from wngrad import rule, slopes, values
 from wngrad.batch import arrays
 from wngrad.batch.arrays import Array, Kind
 from wngrad.batch.iterates import UPDATES, Point, iterates
 from wngrad.batch.observer import BestPoint, Callback, Progress, Recorder, Watcher
 from wngrad.batch.result import MESSAGES, Result, Start, Status, raise_with
 
-BInit = float | Literal["gradient", "lipschitz"] | tuple[Literal["gradient", "lipschitz"], float]
+BInit = values.BInit | Literal["lipschitz"] | tuple[Literal["lipschitz"], float]
 Method = Literal["wngrad", "adagrad-norm", "constant"]
 
 _B_INIT = (
@@ -95,10 +93,10 @@ def minimize(
     way = checked_b_init(owner, b_init)
     if not (isinstance(tol, Real) and float(tol) >= 0):
         raise ValueError(f"{owner}: `tol` must be >= 0, got {tol!r}.")
-    check_count(owner, "max_steps", max_steps, least=0)
+    max_steps = values.count(owner, "max_steps", max_steps, least=0)
     if not (isinstance(max_seconds, Real) and float(max_seconds) >= 0):
         raise ValueError(f"{owner}: `max_seconds` must be >= 0, got {max_seconds!r}.")
-    tol, max_steps, max_seconds = float(tol), int(max_steps), float(max_seconds)
+    tol, max_seconds = float(tol), float(max_seconds)
     kind, x = arrays.start(owner, x0)
     function = Function(f, jac, args if isinstance(args, tuple) else (args,), kind)
     line, recorder = Progress() if progress else None, Recorder(kind) if trace else None
@@ -149,12 +147,12 @@ def minimize(
             if sq <= tol:
                 status = Status.CONVERGED
                 break
-            if nit and nit % _RARELY == 0 and arrays.equal(x, before):
+            if nit and nit % _RARELY == 0 and (x == before).all():
                 status = Status.STALLED
                 break
             if nit >= max_steps or (deadline is not None and time.monotonic() > deadline):
                 status = Status.STEP_LIMIT if nit >= max_steps else Status.TIME_LIMIT
-                if nit and arrays.equal(rule.step(x, g, b), x):
+                if nit and (rule.step(x, g, b) == x).all():
                     status = Status.STALLED
                 break
             if (nit + 1) % _RARELY == 0:
@@ -259,11 +257,7 @@ def _first_b(way: tuple[str, float], first: Point, function: Function, seed: int
         d *= far * rng.uniform(0.5, 1.0) / np.linalg.norm(d)
         u = x + kind.cast(np.asarray(d), x)
         near.append((u, function(u)[1]))
-    pairs = (
-        (math.sqrt(kind.sq_norm(u - v)), math.sqrt(kind.sq_norm(g - h)))
-        for (u, g), (v, h) in combinations(near, 2)
-    )
-    return slopes.largest("minimize", "b_init", pairs)
+    return slopes.largest("minimize", "b_init", near, lambda v: math.sqrt(kind.sq_norm(v)))
 
 
 def gradient_descent(f: Callable[..., Any], x0: Any, *, step: float, **options: Any) -> Result:
@@ -284,14 +278,9 @@ def gradient_descent(f: Callable[..., Any], x0: Any, *, step: float, **options: 
     return minimize(f, x0, b_init=float(1 / step), method="constant", **options)
 
 
-def check_count(owner: str, name: str, value: Any, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ValueError(f"{owner}: `{name}` must be an integer >= {least}, got {value!r}.")
-
-
 def checked_b_init(owner: str, value: Any) -> tuple[str, float]:
     """The way to b₁ and its number: b₁ itself, C or R."""
     try:
-        return parse_b_init(owner, value, _B_INIT, words=("gradient", "lipschitz"))
+        return values.parse_b_init(owner, value, _B_INIT, words=("gradient", "lipschitz"))
     except (TypeError, ValueError):
         raise ValueError(f"{owner}: {_B_INIT}, got {value!r}.") from None

@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from wngrad import values
 from wngrad.batch.arrays import ROUNDING_UNITS, kind_of
 from wngrad.batch.iterates import Point
-from wngrad.batch.minimizer import StartError, check_count, minimize
+from wngrad.batch.minimizer import StartError, minimize
 from wngrad.batch.observer import BestPoint, Callback
 from wngrad.batch.result import Result, Status
 
@@ -88,8 +89,7 @@ def _translated(options: dict[str, Any]) -> dict[str, Any]:
     if "maxiter" in options:
         most = options["maxiter"]
         whole = isinstance(most, (float, np.floating)) and float(most).is_integer()
-        check_count(_OWNER, "maxiter", int(most) if whole else most, least=0)
-        options["maxiter"] = int(most)
+        options["maxiter"] = values.count(_OWNER, "maxiter", int(most) if whole else most, least=0)
     for theirs, ours in (("gtol", "tol"), ("maxiter", "max_steps"), ("disp", "progress")):
         if theirs in options and ours in options:
             raise ValueError(f"{_OWNER}: give `{theirs}` or `{ours}`, not both.")

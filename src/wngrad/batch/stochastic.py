@@ -9,11 +9,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from wngrad import rule
+from wngrad import rule, values
 from wngrad.batch import arrays
 from wngrad.batch.certificate import Certificate, certify_stochastic
 from wngrad.batch.iterates import UPDATES, Point, iterates
-from wngrad.batch.minimizer import check_count, checked_b_init
+from wngrad.batch.minimizer import checked_b_init
 from wngrad.batch.result import Status, raise_with
 from wngrad.batch.schedules import Schedule
 
@@ -52,7 +52,15 @@ class StochasticResult:
         return self.status is Status.CONVERGED
 
     def certify(self, **known: float) -> Certificate:
-        """Section 3's inequalities; see `wngrad.batch.certificate.certify_stochastic`."""
+        """Section 3's inequalities on this run.
+
+        Args:
+            f_star: f*.
+            diameter: D, with E‖x_k − x*‖² ≤ D².
+            distance: ‖x₁ − x*‖; D if not given.
+            grad_bound: G, with E‖g_k‖² ≤ G²; the largest ‖g_k‖ of the run if not given.
+            grad_floor: γ ≤ ‖g_k‖; the smallest ‖g_k‖ of the run if not given.
+        """
         return certify_stochastic(self, **known)
 
 
@@ -62,7 +70,7 @@ def minimize_stochastic(
     *,
     steps: int,
     seed: int = 0,
-    b_init: float | Literal["gradient"] | tuple[Literal["gradient"], float] = "gradient",
+    b_init: values.BInit = "gradient",
     schedule: Schedule | None = None,
     method: Method = "wngrad",
     f: Callable[[Any], Any] | None = None,
@@ -97,8 +105,8 @@ def minimize_stochastic(
         True
     """
     owner = "minimize_stochastic"
-    check_count(owner, "steps", steps, least=0)
-    check_count(owner, "check_every", check_every, least=1)
+    values.count(owner, "steps", steps, least=0)
+    values.count(owner, "check_every", check_every, least=1)
     if f is None and tol > -math.inf:
         raise ValueError(f"{owner}: `tol` must come with `f`, got {tol!r} without it.")
     if schedule is not None and not callable(schedule):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from numbers import Real
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from wngrad.b_init import parse_b_init
 from wngrad.optim import memory
+from wngrad.values import BInit, parse_b_init
+from wngrad.values import finite as finite
+from wngrad.values import flag as flag
+from wngrad.values import real as real
 
-BInit = float | Literal["gradient"] | tuple[Literal["gradient"], float]
 Check = Callable[[str, str, object], Any]  # of (owner, name, value): the value as plain data
 
 MAX_RATE = torch.finfo(torch.float32).max  # x moves in float32, or wider
@@ -22,26 +22,6 @@ _PLAIN_TENSORS = {Tensor, nn.Parameter}
 
 
 # ---------------------------------------------------------------------------------- values
-
-
-def real(owner: str, name: str, value: object) -> float:
-    """`value` as a float; booleans, strings and arrays are refused."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{owner}: `{name}` must be a number, got {value!r}.")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{owner}: `{name}` must be finite, got a number too large.") from None
-
-
-def finite(owner: str, name: str, value: object, *, above: float | None = None) -> float:
-    """A finite number ≥ 0, or > `above` where that is given."""
-    x = real(owner, name, value)
-    if above is not None and not (x > above and math.isfinite(x)):
-        raise ValueError(f"{owner}: `{name}` must be > {above:g} and finite, got {value!r}.")
-    if not (x >= 0 and math.isfinite(x)):  # also catches nan
-        raise ValueError(f"{owner}: `{name}` must be >= 0 and finite, got {value!r}.")
-    return x
 
 
 def item(value: object) -> object:
@@ -60,12 +40,6 @@ def fraction(owner: str, name: str, value: object) -> float:
     if not 0 <= x < 1:
         raise ValueError(f"{owner}: `{name}` must be in [0, 1), got {value!r}.")
     return x
-
-
-def flag(owner: str, name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{owner}: `{name}` must be True or False, got {value!r}.")
-    return value
 
 
 def or_none(check: Check) -> Check:

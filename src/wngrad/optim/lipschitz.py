@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import combinations
 
 import torch
 from torch import Tensor, nn
 
-from wngrad import slopes
-from wngrad.optim import checks
+from wngrad import slopes, values
 from wngrad.optim.average import snapshot
 
 
@@ -48,10 +46,9 @@ def lipschitz_b_init(
         4.0
     """
     owner = "lipschitz_b_init"
-    lam = checks.finite(owner, "lr", lr, above=0)
-    far = checks.finite(owner, "radius", radius, above=0)
-    if not isinstance(points, int) or points < 2:
-        raise ValueError(f"{owner}: `points` must be an integer >= 2, got {points!r}.")
+    lam = values.finite(owner, "lr", lr, above=0)
+    far = values.finite(owner, "radius", radius, above=0)
+    points = values.count(owner, "points", points, least=2)
     params = [p for p in model.parameters() if p.requires_grad]
     if not params:
         raise ValueError(f"{owner}: `model` must have a parameter that requires a gradient.")
@@ -71,8 +68,7 @@ def lipschitz_b_init(
             pairs = zip(params, grads, strict=True)
             dense = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in pairs]
             near.append((_flat(params), _flat(dense)))  # as it is after rounding to their types
-    distances = ((_norm(u - v), _norm(g - h)) for (u, g), (v, h) in combinations(near, 2))
-    return lam * slopes.largest(owner, "closure", distances)
+    return lam * slopes.largest(owner, "closure", near, _norm)
 
 
 @contextmanager

@@ -28,7 +28,8 @@ from typing_extensions import dataclass_transform
 
 from wngrad.optim import checks, sharded
 from wngrad.optim.blocks import NAMES, Per, Shape, named_shape, resolve
-from wngrad.optim.checks import MAX_RATE, BInit, Check
+from wngrad.optim.checks import MAX_RATE, Check
+from wngrad.values import BInit
 
 Nonfinite = Literal["propagate", "skip", "raise"]
 Group = dict[str, Any]  # torch's: the settings of some parameters, by name, and "params"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import combinations
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from wngrad import slopes
+from wngrad import slopes, values
 from wngrad.transforms.blocks import arrays
 from wngrad.transforms.settings import Number, PyTree, number
 
@@ -55,24 +54,26 @@ def lipschitz_b_init(
     owner = "lipschitz_b_init"
     lam = float(number(owner, "learning_rate", learning_rate, above=0.0))
     far = float(number(owner, "radius", radius, above=0.0))
-    if not isinstance(points, int) or points < 2:
-        raise ValueError(f"{owner}: `points` must be an integer >= 2, got {points!r}.")
+    points = values.count(owner, "points", points, least=2)
     params = arrays(params)
     start, restore = ravel_pytree(params)
     if not start.size:
         raise ValueError(f"{owner}: `params` must have an entry, got {params!r}.")
     eps = max(float(jnp.finfo(p.dtype).eps) for p in jax.tree.leaves(params))  # type: ignore[no-untyped-call]
-    size = slopes.radius(far, float(np.linalg.norm(_exactly(start))), eps)
+    size = slopes.radius(far, _norm(_exactly(start)), eps)
     near = []
     for seed in jax.random.split(jax.random.key(0) if key is None else key, points):
         away = jax.random.normal(seed, start.shape, start.dtype)
         point = restore((start + size * away / jnp.linalg.norm(away)).astype(start.dtype))
-        # The point really reached, after rounding to the parameters' types.
-        near.append([_exactly(ravel_pytree(tree)[0]) for tree in (point, jax.grad(loss)(point))])
-    apart = (map(np.linalg.norm, np.subtract(*pair)) for pair in combinations(near, 2))
-    return lam * slopes.largest(owner, "loss", ((float(u), float(g)) for u, g in apart))
+        reached, gradient = (ravel_pytree(tree)[0] for tree in (point, jax.grad(loss)(point)))
+        near.append((_exactly(reached), _exactly(gradient)))  # after rounding to their types
+    return lam * slopes.largest(owner, "loss", near, _norm)
 
 
 def _exactly(x: Array) -> Any:
     """An array of NumPy in 64 bits."""
     return np.asarray(x).astype(np.complex128 if jnp.iscomplexobj(x) else np.float64)
+
+
+def _norm(x: Any) -> float:
+    return float(np.linalg.norm(x))

@@ -12,14 +12,14 @@ import jax
 import numpy as np
 import optax
 
-from wngrad.b_init import parse_b_init
+from wngrad import values
 from wngrad.transforms.layouts import Axes, AxisFunction, LayoutFunction
 
 PyTree = Any
 Number = Any  # a float, or an array of one
 Rate = optax.ScalarOrSchedule
 NeuronAxis = Axes | AxisFunction
-BInit = Number | Literal["gradient"] | tuple[Literal["gradient"], float]
+BInit = Number | values.BInit
 Per = Literal["neuron", "tensor", "model"]
 Nonfinite = Literal["propagate", "skip"]
 Layout = LayoutFunction | PyTree  # or a tree of labels
@@ -50,15 +50,9 @@ def _b_init(owner: str, name: str, value: Any) -> Any:
     """b₁, or ("gradient", C) where the first gradient sets it."""
     if value is None:
         raise ValueError(f"{owner}: {_B_INIT}, got None.")
-    word, b = parse_b_init(owner, value, _B_INIT, arrays=(jax.Array, np.ndarray))
+    word, b = values.parse_b_init(owner, value, _B_INIT, arrays=(jax.Array, np.ndarray))
     b = number(owner, name, b, above=0.0)
     return b if word == "number" else ("gradient", b)
-
-
-def _flag(owner: str, name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{owner}: `{name}` must be True or False, got {value!r}.")
-    return value
 
 
 def _one_of(options: Any, owner: str, name: str, value: Any) -> Any:
@@ -98,13 +92,15 @@ class Settings:
     momentum: Number = setting(0.0, _FRACTION, "μ of v ← μ·v + λ g/b_j, x ← x − v.")
     beta: Number = setting(0.9, _FRACTION, "β of the running mean.")
     weight_decay: Number = setting(0.0, number, "added to the gradient before the norm is taken.")
-    decoupled_weight_decay: bool = setting(False, _flag, "shrink x by λ·weight_decay·x instead")
+    decoupled_weight_decay: bool = setting(
+        False, values.flag, "shrink x by λ·weight_decay·x instead"
+    )
     b_init: BInit = setting(1.0, _b_init, 'b₁: a number, or "gradient" (or ("gradient", C))')
     per: Per = setting("neuron", partial(_one_of, Per), "what shares one b")
     neuron_axis: NeuronAxis = setting(None, _axis, "the axis (or axes) that count neurons")
     nonfinite: str = setting("propagate", partial(_one_of, Nonfinite), '"propagate", or "skip"')
     layout: Layout = setting(None, None, "what each leaf is")
-    finetune: bool = setting(False, _flag, "for weights that were trained before")
+    finetune: bool = setting(False, values.flag, "for weights that were trained before")
     precision: Any = setting("highest", None, "of the products in the orthogonalization")
 
     def __post_init__(self) -> None:
