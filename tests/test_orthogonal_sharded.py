@@ -359,7 +359,7 @@ def in_backward(mesh: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 
 TALL, WIDE, SQUARE = (32, 4), (4, 32), (8, 8)
-EACH = [TALL, WIDE, SQUARE, (12, 4), (8, 4)]  # the last two on either side of R·(n+1) = 2m
+EACH = [TALL, WIDE, SQUARE, (8, 3), (8, 4)]  # R·(n+1) = 2m, and one column more
 TRAFFIC: dict[str, tuple[int, Any, list[tuple[int, ...]], dict[str, Any]]] = {
     "one of each": (1, [Shard(0)], EACH, {}),
     "seven of each": (1, [Shard(0)], EACH * 7, {}),
