@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wngrad.optim import sharded
+from wngrad.optim.lists import alike, in_batches, together
 from wngrad.optim.orthogonal import gram_factor
-from wngrad.optim.orthogonal_sharded.slices import Slice, alike, in_batches, in_order, together
+from wngrad.optim.orthogonal_sharded.placement import Slice
 from wngrad.polynomials import NOTHING
 
 # ------------------------------------------------------------------------------- norms
@@ -139,7 +140,7 @@ class Exchange:
         out: dict[int, Tensor] = {}
         for members, part in zip(self._by_owner, self._all_to_all(sent, shapes), strict=True):
             out.update(zip(members, part, strict=True))
-        return in_order(out)
+        return [out[i] for i in range(len(out))]
 
     def _all_to_all(
         self, sent: list[list[Tensor]], shapes: list[list[torch.Size]]
