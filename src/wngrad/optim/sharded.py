@@ -6,7 +6,7 @@ where a block is cut, its squared norm is summed over the ranks that hold the pi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -109,6 +109,16 @@ def sum_over_ranks(sq: Tensor, groups: tuple[Any, ...]) -> Tensor:
     return sq
 
 
+def in_messages(
+    send: Callable[[Tensor, tuple[Any, ...]], Tensor],
+    tensors: list[Tensor],
+    ranks: list[tuple[Any, ...]],
+) -> list[Tensor]:
+    """send(x, groups) of each tensor and the groups of its ranks: one message for all alike."""
+    keys = [(groups, x.dtype, x.device) for x, groups in zip(tensors, ranks, strict=True)]
+    return lists.together(lambda key, x: send(x, key[0]), keys, tensors)
+
+
 def max_over_ranks(x: Tensor, groups: tuple[Any, ...]) -> Tensor:
     """The largest x of any rank in these groups, in its place."""
     for group in groups:
@@ -122,9 +132,7 @@ def over_ranks(counts: list[Tensor], params: list[Tensor]) -> list[int]:
     One small reduction for each set of ranks, however many parameters there are.
     """
     ranks = [groups(p, range(len(_placements(p)))) for p in params]
-    keys = zip(ranks, [count.device for count in counts], strict=True)
-    flat = [count.view(1) for count in counts]
-    largest = lists.together(lambda key, x: max_over_ranks(x, key[0]), keys, flat)
+    largest = in_messages(max_over_ranks, [count.view(1) for count in counts], ranks)
     numbers: list[int] = lists.stacked(largest).flatten().tolist()
     return numbers
 

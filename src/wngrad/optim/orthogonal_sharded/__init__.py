@@ -43,7 +43,7 @@ from torch import Tensor
 
 from wngrad.optim import sharded
 from wngrad.optim.directions import Orthogonalized
-from wngrad.optim.lists import alike, joined, together
+from wngrad.optim.lists import alike, joined
 from wngrad.optim.modules import Layout
 from wngrad.optim.orthogonal import orthogonalize_all
 from wngrad.optim.orthogonal_sharded.messages import Exchange, by_gram, scaled
@@ -76,14 +76,13 @@ def propose(shards: Sequence[Shard]) -> list[Tensor]:
 
 def _moving_rows(shards: Sequence[Shard]) -> list[Tensor]:
     """Which indices of dimension 0 have a gradient on any rank, in a shape to multiply u by."""
-    keys = []
-    for p, direction, g, _ in shards:
+    ranks = []
+    for p, direction, *_ in shards:
         cuts = sharded.cut_by(p) if is_cut(p, direction.layout) else []
-        groups = sharded.groups(p, [dim for dim, place in cuts if place.dim > 0])
-        keys.append((groups, g.device))
+        ranks.append(sharded.groups(p, [dim for dim, place in cuts if place.dim > 0]))
     rows = [direction.moving_rows(g) for _, direction, g, _ in shards]
     flags = [moves.flatten().to(torch.uint8) for moves in rows]
-    moved = together(lambda key, x: sharded.max_over_ranks(x, key[0]), keys, flags)
+    moved = sharded.in_messages(sharded.max_over_ranks, flags, ranks)
     return [x.bool().view_as(moves) for x, moves in zip(moved, rows, strict=True)]
 
 
@@ -128,9 +127,7 @@ def orthogonalize_sharded(
 
 def _orthogonalized(slices: list[Slice]) -> list[Tensor]:
     """The orthogonalized x of every slice."""
-    ways = alike(
-        (s.groups[-1], *s.message[1:]) if s.moves else "gram" if s.cuts else "whole" for s in slices
-    )
+    ways = alike(s.route if s.moves else "gram" if s.cuts else "whole" for s in slices)
     summed, whole = ways.pop("gram", []), ways.pop("whole", [])
     out = dict(zip(summed, by_gram([slices[i] for i in summed]), strict=True))
     exchanges = [Exchange([slices[i] for i in members]) for members in ways.values()]

@@ -65,9 +65,9 @@ class Slice:
     groups: tuple[Any, ...]  # the ranks of each cut
 
     @property
-    def message(self) -> tuple[Any, ...]:
-        """What all that travels in one message has in common."""
-        return self.groups, self.x.dtype, self.x.device
+    def route(self) -> tuple[Any, ...]:
+        """What all that goes to owners in one message has in common."""
+        return self.groups[-1], self.x.dtype, self.x.device
 
     @property
     def wire_type(self) -> torch.dtype:
