@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from conftest import backward, network, same, same_state, train, twins
 from wngrad import WNAdam, WNGrad, WNMuon, polynomial_average
-from wngrad.optim.average import weight
+from wngrad.rule import polynomial_weight as weight
 
 MAKE = {
     "wnmuon": WNMuon,

@@ -32,8 +32,7 @@ from wngrad.optim.modules import Layout
 from wngrad.optim.orthogonal import orthogonalize
 from wngrad.optim.orthogonal_sharded import orthogonalize_sharded
 from wngrad.optim.orthogonal_sharded.messages import dealt, packed, unpacked
-from wngrad.optim.orthogonal_sharded.placement import COLUMNS, ROWS, _MeshCut, _parts
-from wngrad.optim.orthogonal_sharded.slices import Slice
+from wngrad.optim.orthogonal_sharded.placement import COLUMNS, ROWS, Slice, _MeshCut, _parts
 from wngrad.polynomials import LARGEST, LEAST
 
 MATRICES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {

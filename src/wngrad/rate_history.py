@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +20,6 @@ from wngrad.optim.optimizer import BlockOptimizer
 from wngrad.telemetry import wngrad_optimizer
 
 if TYPE_CHECKING:
-    import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -127,8 +127,7 @@ class RateHistory:
 
     def image(self, losses: Iterable[float | Tensor] | None = None) -> np.ndarray[Any, Any]:
         """The picture as an array of bytes, height × width × 3, for loggers of images."""
-        figure = self.figure(losses)
-        import numpy as np
+        figure = self.figure(losses)  # which says so if matplotlib is not there
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
         canvas = FigureCanvasAgg(figure)
@@ -172,13 +171,13 @@ class RateHistory:
 def _layers(opt: BlockOptimizer, model: nn.Module | None) -> dict[str, Tensor]:
     """Of each layer its largest parameter, by the layer's name."""
     params = [(group, i, p) for group in opt.param_groups for i, p in enumerate(group["params"])]
-    names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
-    order = {key: i for i, key in enumerate(names)}
-    params.sort(key=lambda found: order.get(id(found[2]), len(order)))
+    names = {p: name for name, p in model.named_parameters()} if model is not None else {}
+    order = {p: i for i, p in enumerate(names)}
+    params.sort(key=lambda found: order.get(found[2], len(order)))
     layers: dict[str, Tensor] = {}
     for number, (group, i, p) in enumerate(params):
         given = group.get("param_names")
-        name = names.get(id(p)) or (given[i] if given else f"{number}: {tuple(p.shape)}")
+        name = names.get(p) or (given[i] if given else f"{number}: {tuple(p.shape)}")
         layer = name.rpartition(".")[0] or name
         if layer not in layers or p.numel() > layers[layer].numel():
             layers[layer] = p

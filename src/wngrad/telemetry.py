@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from wngrad.optim import report
+from wngrad.optim import lists, report
 from wngrad.optim.optimizer import BlockOptimizer
 
 
@@ -51,17 +51,16 @@ def rate_metrics(opt: Any, prefix: str = "wngrad/") -> dict[str, float]:
 def by_group(opt: Any) -> list[dict[str, float]]:
     """The same numbers without names, in the order of the groups."""
     opt = unwrapped(opt)
-    measured: list[dict[str, Tensor]] = [{} for _ in opt.param_groups]
-    if isinstance(opt, BlockOptimizer):
-        pairs = zip(opt.param_groups, opt.rate_summary(), strict=True)
-        for metrics, (group, summary) in zip(measured, pairs, strict=True):
-            if report.stepped(opt, group):
-                metrics |= {f"rate_{key}": rate for key, rate in summary._asdict().items()}
-            if (skips := report.skip_count(opt, group)) is not None:
-                metrics["skipped"] = skips
+    if not isinstance(opt, BlockOptimizer):
+        return [{} for _ in opt.param_groups]
+    measured = []
+    for group, summary in zip(opt.param_groups, opt.rate_summary(), strict=True):
+        metrics = {f"rate_{key}": rate for key, rate in summary._asdict().items()}
+        if (skips := report.skip_count(opt, group)) is not None:
+            metrics["skipped"] = skips
+        measured.append(metrics)
     tensors = [tensor for metrics in measured for tensor in metrics.values()]
-    on_one = [tensor.to(tensors[0].device) for tensor in tensors]
-    numbers = iter(torch.stack(on_one).tolist() if on_one else [])
+    numbers = iter(lists.stacked(tensors).tolist())
     return [
         {key: value for key in metrics if math.isfinite(value := next(numbers))}
         for metrics in measured
@@ -109,8 +108,7 @@ class _Shown:
             return
         if self._steps % self._every == 0 and self._medians is None:
             medians = [report.median_without_lr(opt, group) for group in opt.param_groups]
-            device = next((median.device for median in medians if median.is_cuda), "cpu")
-            asked = torch.stack([median.to(device, non_blocking=True) for median in medians])
+            asked = lists.stacked(medians)
             self._medians, self._copied = asked.to("cpu", non_blocking=True), None
             if asked.is_cuda:
                 self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]

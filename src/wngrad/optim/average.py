@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,6 @@ from torch.optim import Optimizer
 
 from wngrad import rule
 from wngrad.optim.state import AVERAGE
-
-T = TypeVar("T", float, Tensor)
-
-
-def weight(eta: float, k: T) -> T:
-    """(η+1)/(k+η): how much of the k-th iterate the average takes over; all of the first."""
-    share: T = rule.polynomial_weight(eta, k)
-    return share
 
 
 def polynomial_average(eta: float = 8.0) -> Callable[[Tensor, Tensor, Any], Tensor]:
@@ -44,7 +36,7 @@ def polynomial_average(eta: float = 8.0) -> Callable[[Tensor, Tensor, Any], Tens
     """
 
     def avg_fn(averaged: Tensor, current: Tensor, num_averaged: Any) -> Tensor:
-        w = torch.as_tensor(weight(eta, num_averaged + 1.0), dtype=averaged.dtype)
+        w = torch.as_tensor(rule.polynomial_weight(eta, num_averaged + 1.0), dtype=averaged.dtype)
         return torch.lerp(averaged, current, w.to(averaged.device))
 
     return avg_fn

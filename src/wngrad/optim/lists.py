@@ -1,4 +1,4 @@
-"""Operations over lists of tensors: one call of torch's where it has one.
+"""Operations over lists of tensors: one call of torch's where it has one, or one for all alike.
 
 torch's `_foreach` functions loop in C++, which takes a tenth of the time of a loop in Python. They
 are in beta, not all of them can be differentiated, and tensors with a `__torch_dispatch__` of their
@@ -8,7 +8,7 @@ the private functions that DistributedDataParallel puts tensors end to end with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from operator import not_
 from typing import Any
@@ -44,7 +44,7 @@ def _by_shape(*lists: Tensors) -> list[list[Any]]:
 
 def _over_lists(name: str) -> Callable[..., None]:
     """The in-place operation `name` for every tensor of a list and its partners in the others."""
-    together = getattr(torch, f"_foreach_{name}", None)
+    foreach = getattr(torch, f"_foreach_{name}", None)
     single: Callable[..., Any] = getattr(Tensor, name)
     apart: Callable[..., Any] = getattr(Tensor, name.rstrip("_"), single)
 
@@ -54,9 +54,9 @@ def _over_lists(name: str) -> Callable[..., None]:
             if isinstance(other, list):
                 lists.append(other)
         numbers = others[len(lists) - 1 :]
-        if together is not None and _known(*lists):
+        if foreach is not None and _known(*lists):
             for part in _by_shape(*lists) if tensors[0].is_cuda else [lists]:
-                together(*part, *numbers, **options)
+                foreach(*part, *numbers, **options)
             return
         for row in zip(*lists, strict=True):
             if torch.compiler.is_compiling() and apart is not single:
@@ -114,3 +114,40 @@ def unflatten(vector: Tensor, like: list[Tensor]) -> list[Tensor]:
         return list(_unflatten(vector, like))
     parts = torch.split(vector, sizes)
     return [part.view_as(t) for part, t in zip(parts, like, strict=True)]
+
+
+def stacked(tensors: Tensors) -> Tensor:
+    """Tensors of one shape as one, on a GPU where any of them is: nothing waits for it."""
+    device = next((t.device for t in tensors if t.is_cuda), tensors[0].device)
+    return torch.stack([t.to(device, non_blocking=True) for t in tensors])
+
+
+def alike(keys: Iterable[Any]) -> dict[Any, list[int]]:
+    """The positions of each distinct key, in the order of the first of them."""
+    members: dict[Any, list[int]] = {}
+    for i, key in enumerate(keys):
+        members.setdefault(key, []).append(i)
+    return members
+
+
+def joined(tensors: Tensors) -> Tensor:
+    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+
+
+def together(f: Callable[..., Tensor], keys: Iterable[Any], *lists: Tensors) -> list[Tensor]:
+    """f(key, x, …) of each x and its partners: those of one key are put together for one call."""
+    out: dict[int, Tensor] = {}
+    for key, members in alike(keys).items():
+        inputs = [joined([tensors[i] for i in members]) for tensors in lists]
+        results = torch.split(f(key, *inputs), [len(lists[0][i]) for i in members])
+        out.update(zip(members, results, strict=True))
+    return [out[i] for i in range(len(out))]
+
+
+def in_batches(f: Callable[..., Tensor], *stacks: Tensors) -> list[Tensor]:
+    """f(x, …) of each x and its partners, those of one shape in one call.
+
+    Not for messages between ranks: parts of one shape on this rank may differ on another.
+    """
+    kinds = [[(t.shape[1:], t.dtype, t.device) for t in stack] for stack in stacks]
+    return together(lambda _, *inputs: f(*inputs), zip(*kinds, strict=True), *stacks)

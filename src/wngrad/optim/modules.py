@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 
+from wngrad.optim import checks
 from wngrad.optim.blocks import Shape, named_shape
 
 Role: TypeAlias = Literal["matrix", "embedding", "vector"]
@@ -51,9 +52,7 @@ class Layout:
     pieces: int = 1
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            names = ", ".join(map(repr, get_args(Kind)))
-            raise ValueError(f"Layout: `kind` must be one of {names}, got {self.kind!r}.")
+        checks.one_of("Layout", "kind", self.kind, get_args(Kind))
         if type(self.pieces) is not int:
             raise TypeError(f"Layout: `pieces` must be an int, got {self.pieces!r}.")
         if self.pieces < 1:

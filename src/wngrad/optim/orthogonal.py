@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from wngrad.optim import lists
 from wngrad.polynomials import ABOVE, COEFFICIENTS, NOTHING, WIDE
 
 
@@ -138,22 +139,9 @@ def orthogonalize_all(matrices: Sequence[Tensor]) -> list[Tensor]:
 
     But not on a CPU, where that saves little, and no stack's digits are to depend on the others.
     """
-    if all(each.device.type == "cpu" for each in matrices):
-        return [orthogonalize(each) for each in matrices]
-    by_size: dict[tuple[object, ...], list[int]] = {}
-    for i, each in enumerate(matrices):
-        rows, columns = each.shape[-2:]
-        size = min(rows, columns), max(rows, columns)
-        by_size.setdefault((size, each.dtype, each.device), []).append(i)
-    out: dict[int, Tensor] = {}
-    for members in by_size.values():
-        wide = [_wide(matrices[i]) for i in members]
-        stack = wide[0] if len(wide) == 1 else torch.cat(wide)
-        parts = torch.split(orthogonalize(stack), [len(each) for each in wide])
-        for i, part in zip(members, parts, strict=True):
-            out[i] = part if part.shape == matrices[i].shape else part.mT
-    return [out[i] for i in range(len(matrices))]
-
-
-def _wide(stack: Tensor) -> Tensor:
-    return stack.mT if stack.shape[-2] > stack.shape[-1] else stack
+    if all(stack.device.type == "cpu" for stack in matrices):
+        return [orthogonalize(stack) for stack in matrices]
+    tall = [stack.shape[-2] > stack.shape[-1] for stack in matrices]
+    wide = [x.mT if flips else x for x, flips in zip(matrices, tall, strict=True)]
+    results = zip(lists.in_batches(orthogonalize, wide), tall, strict=True)
+    return [u.mT if flips else u for u, flips in results]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from wngrad.optim import checks, sharded
+from wngrad.optim import checks, lists, sharded
 from wngrad.optim.directions import Direction, Momentum, RunningMean
 from wngrad.optim.settings import Group
 from wngrad.optim.state import NORM, holds, shares
@@ -68,8 +68,8 @@ def median_without_lr(opt: Optimizer, group: Group) -> Tensor:
 def spreads(opt: Optimizer, params: list[Tensor]) -> Tensor:
     """Of each parameter: smallest, median and largest rate, then those of b; NaN if unknown.
 
-    One tensor of shape (parameters, 6), on the device of the first: nothing waits for it. Of
-    sharded parameters, this rank's.
+    One tensor of shape (parameters, 6); nothing waits for a device. Of sharded parameters, this
+    rank's.
     """
     known, rows = rates(opt), []
     for p in params:
@@ -78,8 +78,7 @@ def spreads(opt: Optimizer, params: list[Tensor]) -> Tensor:
             rate, b = (sharded.local(x).detach().flatten() for x in (known[p], opt.state[p]["b"]))
         row = [*_spread(rate), *_spread(torch.where(b == 0, torch.nan, b))]
         rows.append(torch.stack(row).float())
-    device = next((row.device for row in rows if row.is_cuda), None)
-    return torch.stack([row.to(device, non_blocking=True) for row in rows])
+    return lists.stacked(rows)
 
 
 def skip_count(opt: Optimizer, group: Group) -> Tensor | None:
@@ -93,8 +92,7 @@ def skip_count(opt: Optimizer, group: Group) -> Tensor | None:
             key = None if shares(group) and not holds(group, p) else id(p)
             count = sharded.local(state["skipped"]).sum()
             most[key] = torch.maximum(most.get(key, count).to(count.device), count)
-    counts = list(most.values())
-    return torch.stack([n.to(counts[0].device) for n in counts]).sum() if counts else None
+    return lists.stacked(list(most.values())).sum() if most else None
 
 
 def skipped(opt: Optimizer) -> int:
@@ -131,8 +129,7 @@ _RUNAWAY = 10.0  # a block that grew so many times more than explained, and than
 _STILL, _PATIENCE = 1e-3, 10  # b that moved by less in so many steps leaves plain SGD
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """One clause of a diagnosis."""
 
     clause: str
@@ -174,19 +171,16 @@ def diagnose(
     Args:
         usual: tell also what is as it should be; else only lines with something wrong are left.
     """
-    found: list[tuple[str, Iterator[Finding]]] = []
+    parts: list[tuple[str, Iterator[Finding]]] = []
     if losses is not None:
         params = opt.param_groups[-1]["params"]
         rows = params[-1].shape[0] if params and params[-1].dim() else 0
-        found.append(("loss", _loss_findings(floats(type(opt).__name__, losses), rows)))
+        parts.append(("loss", _loss_findings(floats(type(opt).__name__, losses), rows)))
     for i, group in enumerate(opt.param_groups):
         name = f" ({group['name']})" if "name" in group else ""
-        found.append((f"group {i}{name}", _group_findings(opt, group)))
-    lines = []
-    for title, findings in found:
-        if clauses := [finding.clause for finding in findings if usual or not finding.usual]:
-            lines.append(f"{title}: {'; '.join(clauses)}.")
-    return lines
+        parts.append((f"group {i}{name}", _group_findings(opt, group)))
+    said = [(title, [x.clause for x in found if usual or not x.usual]) for title, found in parts]
+    return [f"{title}: {'; '.join(clauses)}." for title, clauses in said if clauses]
 
 
 def _group_findings(opt: Optimizer, group: Group) -> Iterator[Finding]:

@@ -6,12 +6,13 @@ where a block is cut, its squared norm is summed over the ranks that hold the pi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from wngrad.optim import lists
 from wngrad.optim.blocks import Shape
 
 
@@ -108,23 +109,32 @@ def sum_over_ranks(sq: Tensor, groups: tuple[Any, ...]) -> Tensor:
     return sq
 
 
+def in_messages(
+    send: Callable[[Tensor, tuple[Any, ...]], Tensor],
+    tensors: list[Tensor],
+    ranks: list[tuple[Any, ...]],
+) -> list[Tensor]:
+    """send(x, groups) of each tensor and the groups of its ranks: one message for all alike."""
+    keys = [(groups, x.dtype, x.device) for x, groups in zip(tensors, ranks, strict=True)]
+    return lists.together(lambda key, x: send(x, key[0]), keys, tensors)
+
+
+def max_over_ranks(x: Tensor, groups: tuple[Any, ...]) -> Tensor:
+    """The largest x of any rank in these groups, in its place."""
+    for group in groups:
+        torch.distributed.all_reduce(x, op=torch.distributed.ReduceOp.MAX, group=group)
+    return x
+
+
 def over_ranks(counts: list[Tensor], params: list[Tensor]) -> list[int]:
     """The largest count of any rank, for each parameter. Waits for the device.
 
     One small reduction for each set of ranks, however many parameters there are.
     """
-    meshes: dict[Any, list[int]] = {}
-    for i, p in enumerate(params):
-        meshes.setdefault(getattr(p, "device_mesh", None), []).append(i)
-    largest = [0] * len(counts)
-    for members in meshes.values():
-        one = params[members[0]]
-        mine = torch.stack([counts[i].to(counts[members[0]].device) for i in members])
-        for group in groups(one, range(len(_placements(one)))):
-            torch.distributed.all_reduce(mine, op=torch.distributed.ReduceOp.MAX, group=group)
-        for i, count in zip(members, mine.tolist(), strict=True):
-            largest[i] = count
-    return largest
+    ranks = [groups(p, range(len(_placements(p)))) for p in params]
+    largest = in_messages(max_over_ranks, [count.view(1) for count in counts], ranks)
+    numbers: list[int] = lists.stacked(largest).flatten().tolist()
+    return numbers
 
 
 def _cut(place: Any) -> bool:

@@ -36,38 +36,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from wngrad.optim import sharded
+from wngrad.optim.directions import Orthogonalized
+from wngrad.optim.lists import alike, joined
 from wngrad.optim.modules import Layout
 from wngrad.optim.orthogonal import orthogonalize_all
 from wngrad.optim.orthogonal_sharded.messages import Exchange, by_gram, scaled
-from wngrad.optim.orthogonal_sharded.placement import is_cut, parts
-from wngrad.optim.orthogonal_sharded.slices import Slice, alike, in_order, joined, together
+from wngrad.optim.orthogonal_sharded.placement import Slice, is_cut, parts
 
 __all__ = ["Shard", "is_cut", "orthogonalize_sharded", "propose"]
-
-
-class Orthogonalizing(Protocol):
-    """A direction that orthogonalizes."""
-
-    @property
-    def layout(self) -> Layout: ...
-
-    @property
-    def rows_apart(self) -> bool:
-        """Whether rows without a gradient do not move: an embedding's."""
 
 
 class Shard(NamedTuple):
     """A sharded parameter, and what this rank has for its step, in its part's shape."""
 
     p: Tensor
-    direction: Orthogonalizing
+    direction: Orthogonalized
     g: Tensor
     ahead: Tensor  # what is to be orthogonalized: μ·m + (1−μ)·g
 
@@ -80,27 +69,21 @@ def propose(shards: Sequence[Shard]) -> list[Tensor]:
     triples = zip(params, layouts, orthogonalize_sharded(params, layouts, ahead), strict=True)
     u = [layout.scale(p.shape) * polar for p, layout, polar in triples]
     apart = [i for i, shard in enumerate(shards) if shard.direction.rows_apart]
-    for i, rows in zip(apart, _rows_with_gradient([shards[i] for i in apart]), strict=True):
+    for i, rows in zip(apart, _moving_rows([shards[i] for i in apart]), strict=True):
         u[i] = u[i] * rows
     return u
 
 
-def _rows_with_gradient(shards: Sequence[Shard]) -> list[Tensor]:
+def _moving_rows(shards: Sequence[Shard]) -> list[Tensor]:
     """Which indices of dimension 0 have a gradient on any rank, in a shape to multiply u by."""
-
-    def on_any_rank(key: tuple[tuple[Any, ...], torch.device], flags: Tensor) -> Tensor:
-        for group in key[0]:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-        return flags
-
-    keys = []
-    for p, direction, g, _ in shards:
+    ranks = []
+    for p, direction, *_ in shards:
         cuts = sharded.cut_by(p) if is_cut(p, direction.layout) else []
-        groups = sharded.groups(p, [dim for dim, place in cuts if place.dim > 0])
-        keys.append((groups, g.device))
-    flags = [(shard.g != 0).flatten(1).any(1).to(torch.uint8) for shard in shards]
-    pairs = zip(together(on_any_rank, keys, flags), shards, strict=True)
-    return [rows.bool().view(-1, *[1] * (shard.g.dim() - 1)) for rows, shard in pairs]
+        ranks.append(sharded.groups(p, [dim for dim, place in cuts if place.dim > 0]))
+    rows = [direction.moving_rows(g) for _, direction, g, _ in shards]
+    flags = [moves.flatten().to(torch.uint8) for moves in rows]
+    moved = sharded.in_messages(sharded.max_over_ranks, flags, ranks)
+    return [x.bool().view_as(moves) for x, moves in zip(moved, rows, strict=True)]
 
 
 def orthogonalize_sharded(
@@ -144,16 +127,14 @@ def orthogonalize_sharded(
 
 def _orthogonalized(slices: list[Slice]) -> list[Tensor]:
     """The orthogonalized x of every slice."""
-    small = [i for i, s in enumerate(slices) if s.takes_gram]
-    out = dict(zip(small, by_gram([slices[i] for i in small]), strict=True))
-    whole = [i for i, s in enumerate(slices) if not s.cuts]
-    ways = alike((s.groups[-1], *s.message[1:]) if s.moves else None for s in slices)
-    moving = [members for way, members in ways.items() if way is not None]
-    exchanges = [Exchange([slices[i] for i in members]) for members in moving]
+    ways = alike(s.route if s.moves else "gram" if s.cuts else "whole" for s in slices)
+    summed, whole = ways.pop("gram", []), ways.pop("whole", [])
+    out = dict(zip(summed, by_gram([slices[i] for i in summed]), strict=True))
+    exchanges = [Exchange([slices[i] for i in members]) for members in ways.values()]
     owned = [exchange.gather() for exchange in exchanges]
     rest = [slices[i] for i in whole] + [s for part in owned for s in part]
-    results = iter(_orthogonalized(rest) if moving else orthogonalize_all([s.x for s in rest]))
+    results = iter(_orthogonalized(rest) if ways else orthogonalize_all([s.x for s in rest]))
     out.update([(i, next(results)) for i in whole])
-    for members, exchange, part in zip(moving, exchanges, owned, strict=True):
+    for members, exchange, part in zip(ways.values(), exchanges, owned, strict=True):
         out.update(zip(members, exchange.scatter([next(results) for _ in part]), strict=True))
-    return in_order(out)
+    return [out[i] for i in range(len(slices))]

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wngrad.optim import sharded
+from wngrad.optim.lists import alike, in_batches
 from wngrad.optim.orthogonal import gram_factor
-from wngrad.optim.orthogonal_sharded.slices import Slice, alike, in_batches, in_order, together
+from wngrad.optim.orthogonal_sharded.placement import Slice
 from wngrad.polynomials import NOTHING
 
 # ------------------------------------------------------------------------------- norms
@@ -22,7 +23,7 @@ from wngrad.polynomials import NOTHING
 def scaled(slices: list[Slice]) -> list[Tensor]:
     """x/‖X‖, with the Frobenius norm of the whole matrix, as `orthogonalize` does it."""
     x = [s.x for s in slices]
-    norms = together(_of_wholes, [s.message for s in slices], in_batches(_norms, x))
+    norms = sharded.in_messages(_of_wholes, in_batches(_norms, x), [s.groups for s in slices])
     return in_batches(_divided, x, norms)
 
 
@@ -33,9 +34,9 @@ def _norms(x: Tensor) -> Tensor:
     return torch.stack([top, norm], 1)
 
 
-def _of_wholes(message: tuple[Any, ...], pairs: Tensor) -> Tensor:
+def _of_wholes(pairs: Tensor, groups: tuple[Any, ...]) -> Tensor:
     """The same of whole matrices, from that of this rank's parts."""
-    for group in message[0]:
+    for group in groups:
         every = [torch.empty_like(pairs) for _ in range(dist.get_world_size(group))]
         dist.all_gather(every, pairs, group=group)
         tops, norms = torch.stack(every).unbind(-1)
@@ -63,11 +64,8 @@ def by_gram(slices: list[Slice]) -> list[Tensor]:
     pairs = zip(scaled(slices), slices, strict=True)
     x = [_exact(x.mT if s.flips else x) for x, s in pairs]
     halves = in_batches(lambda x: packed(x @ x.mT), x)
-    flat = together(
-        lambda message, numbers: sharded.sum_over_ranks(numbers, message[0]),
-        [s.message for s in slices],
-        [half.flatten().to(s.x.dtype) for half, s in zip(halves, slices, strict=True)],
-    )
+    flat = [half.flatten().to(s.x.dtype) for half, s in zip(halves, slices, strict=True)]
+    flat = sharded.in_messages(sharded.sum_over_ranks, flat, [s.groups for s in slices])
     sums = [t.to(half.dtype).view_as(half) for t, half in zip(flat, halves, strict=True)]
     factors = in_batches(lambda half: gram_factor(unpacked(half)), sums)
     results = zip(in_batches(torch.matmul, factors, x), slices, strict=True)
@@ -139,7 +137,7 @@ class Exchange:
         out: dict[int, Tensor] = {}
         for members, part in zip(self._by_owner, self._all_to_all(sent, shapes), strict=True):
             out.update(zip(members, part, strict=True))
-        return in_order(out)
+        return [out[i] for i in range(len(out))]
 
     def _all_to_all(
         self, sent: list[list[Tensor]], shapes: list[list[torch.Size]]

@@ -14,6 +14,7 @@ from functools import cache
 from math import prod
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from wngrad.optim import sharded
@@ -43,7 +44,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """This rank's part of a matrix, or of some matrices that are cut alike."""
+    """Where a parameter holds this rank's part of a matrix, or of some that are cut alike."""
 
     start: int  # of the local tensor's dimension 0
     stop: int
@@ -51,6 +52,51 @@ class Part:
     rows: int  # of the whole matrix
     columns: int
     cuts: tuple[Cut, ...]  # empty if it is whole, or if this rank has nothing of it
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The numbers of a `Part`, and how they travel."""
+
+    x: Tensor  # (how many, rows, columns)
+    rows: int  # of the whole matrix
+    columns: int
+    cuts: tuple[Cut, ...]
+    groups: tuple[Any, ...]  # the ranks of each cut
+
+    @property
+    def route(self) -> tuple[Any, ...]:
+        """What all that goes to owners in one message has in common."""
+        return self.groups[-1], self.x.dtype, self.x.device
+
+    @property
+    def wire_type(self) -> torch.dtype:
+        """The type in which it travels to its owner, and the result back.
+
+        On CUDA `orthogonalize` takes its products in float16 anyway. What travels in a type that
+        is narrower than its own is scaled first.
+        """
+        x = self.x
+        return torch.float16 if x.is_cuda and x.dtype == torch.float32 else x.dtype
+
+    @property
+    def takes_gram(self) -> bool:
+        """Whether a sum of Gram matrices is fewer bytes than the way to an owner and back."""
+        axes, ranks = {cut.axis for cut in self.cuts}, prod(len(cut.sizes) for cut in self.cuts)
+        if len(axes) != 1:
+            return False
+        m, n = (self.rows, self.columns) if ROWS in axes else (self.columns, self.rows)
+        return ranks * (n + 1) * self.x.itemsize <= 2 * m * self.wire_type.itemsize
+
+    @property
+    def moves(self) -> bool:
+        """Whether it goes to an owner."""
+        return bool(self.cuts) and not self.takes_gram
+
+    @property
+    def flips(self) -> bool:
+        """Whether x has to be transposed for its rows to be whole, where it is cut one way."""
+        return self.cuts[0].axis == ROWS
 
 
 def parts(p: Tensor, layout: Layout) -> tuple[Part, ...]:
