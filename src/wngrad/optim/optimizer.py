@@ -118,14 +118,26 @@ class BlockOptimizer(Optimizer):
         """The step itself, with the gradients there are; of a part of a group, if one is given."""
         if self._swapped:
             self._refuse_within_averaged()
+        groups, places, take = self.param_groups, None, None
         if torch.compiler.is_compiling():
-            self._update(self.param_groups, None, self._settings_now(self.param_groups, None))
+            now = self._settings_now(groups, None)
         else:
-            self._take_eagerly(only)
+            groups, places, now, take = self._eagerly(only)
+            if take is None:
+                return
+        differentiable = False
+        for checked in now:
+            differentiable = differentiable or checked.differentiable
+        with torch.set_grad_enabled(differentiable):
+            steps = collect.collect(self, groups, now, places)
+            untraceable = False
+            for s in steps:
+                untraceable = untraceable or s.untraceable
+            (self._with_new_state if untraceable else self._move)(groups, steps, take)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _take_eagerly(self, only: backward.Part | None) -> None:
-        """The step outside any trace: as an earlier one like it was, or anew."""
+    def _eagerly(self, only: backward.Part | None) -> tuple[Any, ...]:
+        """What steps, its settings, and what takes units by kernels; None once all have stepped."""
         if only is None:
             groups, places, engine = self.param_groups, None, self._engine
             params = [p for group in groups for p in group["params"]]
@@ -137,8 +149,8 @@ class BlockOptimizer(Optimizer):
             params = only.params
         now = self._settings_now(groups, self._memo)
         scope = fused.Scope(self, params, groups, now)
-        if not engine.repeat(scope):
-            self._update(groups, places, now, partial(engine.take, scope))
+        take = None if engine.repeat(scope) else partial(engine.take, scope)
+        return groups, places, now, take
 
     def _settings_now(
         self, groups: list[Group], memo: settings.Memo | None
@@ -149,25 +161,8 @@ class BlockOptimizer(Optimizer):
             now.append(settings.read(type(self).__name__, self.Settings, group, memo))
         return now
 
-    def _update(
-        self,
-        groups: list[Group],
-        places: list[int] | None,
-        now: list[settings.Settings],
-        take: Any = None,
-    ) -> None:
-        """Collect, propose, rule, move: by the kernels that `take` units, and plainly."""
-        differentiable = False
-        for checked in now:
-            differentiable = differentiable or checked.differentiable
-        with torch.set_grad_enabled(differentiable):
-            steps = collect.collect(self, groups, now, places)
-            untraceable = False
-            for s in steps:
-                untraceable = untraceable or s.untraceable
-            (self._with_new_state if untraceable else self._move)(groups, steps, take)
-
     def _move(self, groups: list[Group], steps: list[Step], take: Any) -> None:
+        """Propose, rule, move: by kernels where they can, and plainly."""
         units, launch = collect.units(self, groups, steps), None
         if take is not None:
             units, launch = take(units)

@@ -149,6 +149,7 @@ class Engine:
         launches.run(scope, now.words)
         return True
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def take(self, scope: Scope, units: list[Unit]) -> tuple[list[Unit], Callable[[], None] | None]:
         """The units that are left for the plain step, and what launches the kernels of the others.
 
