@@ -146,10 +146,10 @@ def step_parameter(optimizer: BlockOptimizer, p: Tensor, group: Group, i: int) -
     _refuse_scaler(optimizer)
     if group["joint"]:
         _refuse("`joint` must be False for a step of one parameter; use `step_in_backward`.")
-    part = optimizer._parts.get((numbers[0], i))
+    part = optimizer._single_parts.get((numbers[0], i))
     if part is None or part.params[0] is not p:
         _check_places(optimizer, group)
-        part = optimizer._parts[numbers[0], i] = Part(optimizer, numbers[0], [i])
+        part = optimizer._single_parts[numbers[0], i] = Part(optimizer, numbers[0], [i])
     part.step_alone()
 
 

@@ -153,9 +153,12 @@ class Orthogonalized(Direction):
 
     def propose(self, batch: Batch) -> list[Tensor]:
         ahead = self.look_ahead(batch)
-        stacks = orthogonalize_all([self.layout.matrices(matrix) for matrix in ahead])
-        pairs = zip(stacks, ahead, strict=True)
-        u = [self.layout.scale(a.shape) * self.layout.restore(s, a) for s, a in pairs]
+        layout, u = self.layout, []
+        stacks = orthogonalize_all([a if layout.is_one(a) else layout.matrices(a) for a in ahead])
+        for stack, a in zip(stacks, ahead, strict=True):
+            x = stack if layout.is_one(a) and stack.dim() == 2 else layout.restore(stack, a)
+            scale = layout.scale(a.shape)
+            u.append(x if scale == 1 else scale * x)
         if self.rows_apart:
             u = [x * self.moving_rows(g) for x, g in zip(u, batch.g, strict=True)]
         return u

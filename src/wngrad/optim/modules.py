@@ -78,6 +78,10 @@ class Layout:
             return self.pieces, shape[1], part * rest
         return self.pieces, part, shape[1] * rest
 
+    def is_one(self, t: Tensor) -> bool:
+        """Whether `t` is a single matrix as it is."""
+        return t.dim() == 2 and self.kind == "rows" and self.pieces == 1
+
     def matrices(self, t: Tensor) -> Tensor:
         """`t` as its matrices, (how many, out, in); a view where the strides allow it."""
         count, out, size = self.sizes(t.shape)
@@ -93,7 +97,7 @@ class Layout:
         count, out, _ = self.sizes(like.shape)
         if self.kind == "transposed":
             m = m.reshape(count, out, like.shape[0] // count, *like.shape[2:]).transpose(1, 2)
-        return m.reshape(like.shape)
+        return m.reshape_as(like)
 
     def blocks(self, shape: Shape) -> Shape:
         """The shape of b with one b for each row of each matrix.

@@ -201,7 +201,7 @@ class BlockOptimizer(Optimizer):
         self._engine = fused.Engine()
         self._memo: settings.Memo = {}  # of settings that were checked
         self._steps = 0  # that were asked for, for a hint that is given once
-        self._parts: dict[tuple[int, int], backward.Part] = {}  # that `step_parameter` steps
+        self._single_parts: dict[tuple[int, int], backward.Part] = {}  # of `step_parameter`
 
     def _settings(self, group: Group) -> settings.Settings:
         return settings.read(self._owner, self.Settings, group, {})

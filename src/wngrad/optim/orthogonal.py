@@ -52,7 +52,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     else:
         x = _scaled(x)
         x = _polynomials(x if exact else x.half()).to(wide)
-    return (x.mT if tall else x).reshape(matrices.shape)
+    return (x.mT if tall else x).reshape_as(matrices)
 
 
 def _scaled(x: Tensor) -> Tensor:
@@ -135,13 +135,14 @@ def _next(x: Tensor, a: float, mixed: Tensor) -> Tensor:
 
 
 def orthogonalize_all(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """The same for a list of stacks (n, rows, columns): those of one size in one batch.
+    """The same for a list of matrices or stacks of them: those of one size in one batch.
 
     But not on a CPU, where that saves little, and no stack's digits are to depend on the others.
     """
     if all(stack.device.type == "cpu" for stack in matrices):
         return [orthogonalize(stack) for stack in matrices]
     tall = [stack.shape[-2] > stack.shape[-1] for stack in matrices]
-    wide = [x.mT if flips else x for x, flips in zip(matrices, tall, strict=True)]
+    stacks = [x if x.dim() == 3 else x.unsqueeze(0) for x in matrices]
+    wide = [x.mT if flips else x for x, flips in zip(stacks, tall, strict=True)]
     results = zip(lists.in_batches(orthogonalize, wide), tall, strict=True)
     return [u.mT if flips else u for u, flips in results]
