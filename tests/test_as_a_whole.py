@@ -487,3 +487,16 @@ def test_an_optimizer_takes_its_own_state_whatever_has_happened_to_it(make, nonf
     opt.load_state_dict(opt.state_dict())
     pairs = zip(flat_state(opt), before, strict=True)
     assert all(torch.equal(now.nan_to_num(7), old.nan_to_num(7)) for now, old in pairs)
+
+
+@pytest.mark.parametrize("options", [{"hold_1d": True}, {}], ids=["held", "float16"])
+def test_a_state_that_nothing_bounds_is_loaded_as_it_is(options):
+    """A b that is held limits no step, and float16 overflows early: `skip` looks at b alone."""
+    dtype = torch.float32 if options else torch.float16
+    p = nn.Parameter(torch.zeros(4, dtype=dtype))
+    opt = WNGrad([p], momentum=0.5, nonfinite="skip", **options)
+    stepped([p], opt, [[torch.ones(4)]])
+    opt.state[p]["velocity"].fill_(torch.inf)
+    again = WNGrad([p], momentum=0.5, nonfinite="skip", **options)
+    again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert again.state[p]["velocity"].isinf().all()

@@ -223,7 +223,7 @@ def _checked(opt: BlockOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         for i, key in enumerate(saved["params"]):
             p, values = group["params"][i], state_dict["state"].get(key, {})
             keys = wanted(merged, i, opt.direction(merged, p))
-            _check_values(owner, p, values, keys, merged["nonfinite"], opt.state.get(p, {}))
+            _check_values(owner, merged, p, values, keys, opt.state.get(p, {}))
             check(owner, "`state_dict`", p, values, keys)
         groups.append({**merged, "params": saved["params"]})
     return {**state_dict, "param_groups": groups}
@@ -231,18 +231,20 @@ def _checked(opt: BlockOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def _check_values(
     owner: str,
+    group: Group,
     p: Tensor,
     values: dict[str, Any],
     keys: Iterable[str],
-    nonfinite: str,
     present: dict[str, Any],
 ) -> None:
     """Refuse a checkpoint's state that is no tensor of its kind, and numbers that no step leaves.
 
     Waits for devices. 0 stands for a block that has no b yet. A NaN is what "propagate" leaves of
     a block that has diverged, and shows in the parameters; under the others none can be, unless
-    the optimizer has it already.
+    the optimizer has it already. Nothing bounds a step whose b is held, nor keeps it within float16.
     """
+    guarded = group["nonfinite"] != "propagate"
+    bounded = guarded and not holds(group, p) and p.dtype.itemsize > 2
     for key in (key for key in keys if key in values):
         value = values[key]
         if value is present.get(key):
@@ -262,9 +264,9 @@ def _check_values(
         bad = torch.zeros_like(numbers, dtype=torch.bool)
         if key in _NOT_NEGATIVE:
             bad |= numbers < 0
-        if nonfinite != "propagate" or key in PER_BLOCK:
+        if bounded or key in PER_BLOCK:
             bad |= numbers.isinf()
-        if nonfinite != "propagate" or key == "t":
+        if bounded or key == "t" or (guarded and key in PER_BLOCK):
             bad |= numbers.isnan()
         if bool(bad.any()):
             least = ">= 0 and finite" if key in _NOT_NEGATIVE else "finite"
