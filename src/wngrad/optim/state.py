@@ -241,7 +241,8 @@ def _check_values(
 
     Waits for devices. 0 stands for a block that has no b yet. A NaN is what "propagate" leaves of
     a block that has diverged, and shows in the parameters; under the others none can be, unless
-    the optimizer has it already. Nothing bounds a step whose b is held, nor keeps it within float16.
+    the optimizer has it already. Nothing bounds a step whose b is held, or keeps float16 from
+    overflowing.
     """
     guarded = group["nonfinite"] != "propagate"
     bounded = guarded and not holds(group, p) and p.dtype.itemsize > 2
