@@ -17,8 +17,8 @@ def extent(t: Tensor) -> int:
 
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether one begins before the other has ended."""
-    first, second = a.data_ptr(), b.data_ptr()
-    return first < second + extent(b) and second < first + extent(a)
+    start_a, start_b = a.data_ptr(), b.data_ptr()
+    return start_a < start_b + extent(b) and start_b < start_a + extent(a)
 
 
 def any_overlap(tensors: list[Tensor]) -> bool:

@@ -26,9 +26,9 @@ def unscale(params: Iterable[Tensor], scale: Tensor) -> None:
         values = g._values() if g.is_sparse else g
         alike.setdefault((g.device, g.dtype), []).append(values)
     for (device, dtype), part in alike.items():
-        here = scale.to(device, non_blocking=True).reshape(())
+        divisor = scale.to(device, non_blocking=True).reshape(())
         if dtype in _NARROW:
             for g in part:
-                g.copy_(g.float() / here)
+                g.copy_(g.float() / divisor)
         else:
-            lists.div_(part, here)  # g ← g/scale
+            lists.div_(part, divisor)  # g ← g/scale

@@ -249,9 +249,9 @@ def read(owner: str, kind: type[Settings], group: Group, memo: Memo | None = Non
         return _checked(owner, kind, tuple([group[name] for name in kind.rows]))
     alone = not group["joint"] and not isinstance(group["per"], list)
     fitting = () if alone else tuple(map(id, group["params"]))  # a group may be edited
-    values, known = kind.values(group), memo.get(id(group))
-    if known is not None and fitting == known[1] and all(map(is_, values, known[0])):
-        return known[2]
+    values, earlier = kind.values(group), memo.get(id(group))
+    if earlier is not None and fitting == earlier[1] and all(map(is_, values, earlier[0])):
+        return earlier[2]
     if isinstance(group["b_init"], str) or not _PLAIN.issuperset(map(type, values)):
         for name, row in kind.rows.items():
             # `per` stays a list of shapes, and a tensor what it is.
