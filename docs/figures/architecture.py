@@ -97,9 +97,7 @@ def gradient(panel: Panel) -> None:
     panel.box("snapshot", "tensors and settings:\nthe cache key", 41, 62, 17, 22, BLUE)
     panel.box("cached launches", "cpu.c or Triton,\nnew addresses only", 77, 62, 23, 22, ORANGE)
     panel.box("collect", "plain tensors of a step;\nunits that share one b", 41, 12, 17, 24, BLUE)
-    panel.box(
-        "plain step", "propose u → rule for b\n→ move x, over lists", 77, 12, 23, 24, GREEN
-    )
+    panel.box("plain step", "propose u → rule for b\n→ move x, over lists", 77, 12, 23, 24, GREEN)
     panel.arrow("p.grad", "settings", side="right")
     panel.arrow("settings", "snapshot", side="right")
     panel.arrow("snapshot", "cached launches", "seen before", side="right")
