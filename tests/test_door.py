@@ -357,6 +357,20 @@ def test_arguments_of_other_optimizers_are_refused_with_what_to_pass(make, name,
 
 
 @pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_gradient_that_ends_where_its_parameter_begins_is_taken(behind, fused):
+    room = torch.arange(1.0, 21.0)
+    x, g = (room[10:], room[:10]) if behind else (room[:10], room[10:])
+    p, twin = nn.Parameter(x), nn.Parameter(x.clone())
+    opt, plain = WNGrad([p], fused=fused), WNGrad([twin], fused=False)
+    p.grad, twin.grad = g, g.clone()
+    opt.step()
+    plain.step()
+    assert torch.equal(p, twin)
+    assert not any("memory" in reason for reason in opt.why_plain().values())
+
+
+@pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("first", [False, True], ids=["at once", "after a step"])
 def test_a_gradient_that_overlaps_its_parameter_is_refused_and_nothing_changes(first, fused):
     """As torch refuses it; the same elements, each read before it is written, are taken."""

@@ -193,6 +193,16 @@ def test_rows_of_an_embedding_without_a_gradient_do_not_move():
         assert (table.weight[~still] != before[~still]).all()
 
 
+def test_a_row_of_an_embedding_moves_with_a_gradient_in_a_single_entry():
+    table = nn.Embedding(3, 4)
+    before = table.weight.detach().clone()
+    opt = WNMuon(table)
+    table.weight.grad = torch.zeros(3, 4)
+    table.weight.grad[1, 2] = 1.0
+    opt.step()
+    assert (table.weight != before).any(1).tolist() == [False, True, False]
+
+
 def test_lora_starts_from_zero():
     """B = 0: A has no gradient at first, and moves as soon as it has one."""
     a, b = nn.Linear(6, 2, bias=False), nn.Linear(2, 5, bias=False)
