@@ -304,3 +304,18 @@ def test_a_b_init_set_as_a_word_before_the_first_step_is_taken(fused, compiling,
         (torch.compile(opt.step, backend="eager") if compiling else opt.step)()
     assert torch.equal(p, q)
     assert "b lies between" in one.diagnose()[0]
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_a_refused_step_leaves_those_that_have_stepped_before_their_state(fused):
+    """Though it has made state for others."""
+    old, new = one(3, 2), one(2)
+    opt = WNGrad([old, new], nonfinite="raise", fused=fused)
+    new.grad = None
+    opt.step()
+    before = {name: value.clone() for name, value in opt.state[old].items()}
+    new.grad = torch.full_like(new, torch.nan)
+    with pytest.raises(ValueError, match="`nonfinite` is 'raise'"):
+        opt.step()
+    assert opt.state.keys() == {old}
+    assert all(torch.equal(opt.state[old][name], value) for name, value in before.items())
