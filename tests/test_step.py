@@ -319,3 +319,15 @@ def test_a_refused_step_leaves_those_that_have_stepped_before_their_state(fused)
         opt.step()
     assert opt.state.keys() == {old}
     assert all(torch.equal(opt.state[old][name], value) for name, value in before.items())
+
+
+def test_state_with_the_negative_bit_is_read_as_what_it_is():
+    p, q = one(3, 5), one(3, 5)
+    opt, plain = WNGrad([p], momentum=0.9), WNGrad([q], momentum=0.9, fused=False)
+    opt.step()
+    plain.step()
+    for name in ("b", "velocity"):
+        opt.state[p][name] = torch._neg_view(-opt.state[p][name])
+    opt.step()
+    plain.step()
+    assert torch.allclose(p, q)
