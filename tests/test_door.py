@@ -573,6 +573,16 @@ def test_momentum_and_weight_decay_may_be_tensors_of_one_element(at_once, fused)
         opt.step()
 
 
+def test_a_flag_is_no_number_though_it_equals_one_that_was_taken():
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    opt = WNGrad([p], weight_decay=1.0)
+    opt.step()
+    opt.param_groups[0]["weight_decay"] = True
+    with pytest.raises(TypeError, match="`weight_decay` must be a number, got True"):
+        opt.step()
+
+
 @pytest.mark.parametrize("make", [WNGrad, WNAdam, WNMuon])
 def test_a_group_handed_in_stays_the_same_dict(make):
     first, second = {"params": params()[:1], "lr": 0.5}, {"params": params()[0], "mine": 7}
