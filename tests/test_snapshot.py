@@ -310,3 +310,14 @@ def test_minus_zero_is_zero_in_every_number():
     opt.param_groups[0]["lr"] = 1.0
     opt.step()
     assert params[1].all()
+
+
+def test_a_gradient_that_comes_to_lie_on_its_parameter_is_seen():
+    p, apart = one(64), torch.ones(64, device=DEVICE)
+    opt = WNGrad([p])
+    for _ in range(2):
+        p.grad = apart
+        opt.step()
+    p.grad = p.detach()
+    opt.step()
+    assert opt.why_plain() == {p: "its gradient lies on its memory"}

@@ -331,3 +331,13 @@ def test_state_with_the_negative_bit_is_read_as_what_it_is():
     opt.step()
     plain.step()
     assert torch.allclose(p, q)
+
+
+def test_an_absent_relative_of_another_type_sends_the_others_the_plain_way():
+    there, away = one(3), one(3)
+    opt = WNGrad([there, away], joint=True)
+    opt.step()
+    opt.state[away]["b"], away.grad = opt.state[away]["b"].double() + 5, None
+    opt.step()
+    assert "of another type" in str(opt.why_plain())
+    assert torch.allclose(opt.state[there]["b"], torch.tensor(8 + 1 / 8))  # 3 + 5

@@ -222,6 +222,20 @@ def test_a_group_without_rate_stands_still_and_the_others_move(lrs):
     torch.testing.assert_close(*ends, rtol=0, atol=2e-6)
 
 
+def test_groups_of_other_momenta_are_stepped_by_kernels_as_they_are_plainly():
+    x, g, ends = torch.randn(2, 4, 6), torch.randn(3, 2, 4, 6), []
+    for fused in (None, False):
+        params = [nn.Parameter(value.clone()) for value in x]
+        groups = zip(params, (0.9, 0.5), strict=True)
+        opt = WNMuon([{"params": [p], "momentum": mu} for p, mu in groups], fused=fused)
+        for gradients in g:
+            for p, gradient in zip(params, gradients, strict=True):
+                p.grad = gradient.clone()
+            opt.step()
+        ends.append(torch.stack([p.detach() for p in params]))
+    torch.testing.assert_close(*ends, rtol=0, atol=2e-6)
+
+
 def test_lora_starts_from_zero():
     """B = 0: A has no gradient at first, and moves as soon as it has one."""
     a, b = nn.Linear(6, 2, bias=False), nn.Linear(2, 5, bias=False)
