@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from wngrad import WNAdam, WNGrad
-from wngrad.optim.fused import library, records, snapshot
+from wngrad.optim.fused import cpu, library, records, snapshot
 from wngrad.optim.fused.snapshot import Snapshots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -312,6 +312,7 @@ def test_minus_zero_is_zero_in_every_number():
     assert params[1].all()
 
 
+@pytest.mark.skipif(cpu.why_not() is not None, reason="no kernels of the CPU")
 def test_a_gradient_that_comes_to_lie_on_its_parameter_is_seen():
     p, apart = one(64), torch.ones(64, device=DEVICE)
     opt = WNGrad([p])

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wngrad import WNAdam, WNGrad
 from wngrad.optim.directions import Direction, known_to_kernels
-from wngrad.optim.fused import library, snapshot
+from wngrad.optim.fused import cpu, library, snapshot
 
 
 class Operations(TorchDispatchMode):
@@ -333,6 +333,7 @@ def test_state_with_the_negative_bit_is_read_as_what_it_is():
     assert torch.allclose(p, q)
 
 
+@pytest.mark.skipif(cpu.why_not() is not None, reason="no kernels of the CPU")
 def test_an_absent_relative_of_another_type_sends_the_others_the_plain_way():
     there, away = one(3), one(3)
     opt = WNGrad([there, away], joint=True)
