@@ -259,6 +259,20 @@ def test_an_average_that_is_kept_no_more_is_not_used():
         assert all(torch.equal(model.state_dict()[name], own[name]) for name in own)
 
 
+@pytest.mark.parametrize("fused", [None, False])
+def test_a_plain_mean_that_is_kept_no_more_stays_as_it_was(fused):
+    """η = 0 is a mean, and not the same as none."""
+    model = network()
+    opt = WNMuon(model, average=0.0, fused=fused)
+    train(model, opt, 2)
+    means = [opt.state[p]["average"].clone() for p in model.parameters()]
+    for group in opt.param_groups:
+        group["average"] = None
+    train(model, opt, 2)
+    kept = [opt.state[p]["average"] for p in model.parameters()]
+    assert all(map(torch.equal, kept, means))
+
+
 def test_a_state_dict_holds_copies_and_belongs_to_this_model():
     model, opt = after(1, normalized())
     saved = opt.average_state_dict(model, batches=batches())

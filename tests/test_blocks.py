@@ -287,3 +287,15 @@ def test_parameters_settled_together_step_as_each_alone(make, dtype, options):
     (one, kept), (other, held) = runs
     assert all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
     assert all(torch.equal(a[k], b[k]) for a, b in zip(kept, held, strict=True) for k in a)
+
+
+@pytest.mark.parametrize("options", [{"joint": True}, {"per": "model"}], ids=str)
+def test_relatives_keep_their_b_in_the_widest_type_among_them(options):
+    params = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
+    opt = WNGrad(params, **options)
+    for p in params:
+        p.grad = torch.full_like(p, 1e-5)
+    opt.step()
+    b = [opt.state[p]["b"] for p in params]
+    assert [value.dtype for value in b] == [torch.float64] * 2
+    assert (b[0] == b[1]).all()

@@ -364,3 +364,14 @@ def test_no_hint_in_a_warm_up():
         p.grad = torch.full((4, 3), 0.1)
         opt.step()
         warm_up.step()
+
+
+def test_relatives_have_taken_the_steps_of_the_one_that_has_taken_most():
+    late, early = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    opt = WNGrad([late, early], joint=True)
+    for k in range(12):
+        early.grad = torch.ones(2)
+        late.grad = torch.ones(2) if k >= 9 else None
+        opt.step()
+    (line,) = opt.diagnose()
+    assert "in 12 steps" in line

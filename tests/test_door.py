@@ -357,6 +357,20 @@ def test_arguments_of_other_optimizers_are_refused_with_what_to_pass(make, name,
 
 
 @pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_gradient_that_ends_where_its_parameter_begins_is_taken(behind, fused):
+    room = torch.arange(1.0, 21.0)
+    x, g = (room[10:], room[:10]) if behind else (room[:10], room[10:])
+    p, twin = nn.Parameter(x), nn.Parameter(x.clone())
+    opt, plain = WNGrad([p], fused=fused), WNGrad([twin], fused=False)
+    p.grad, twin.grad = g, g.clone()
+    opt.step()
+    plain.step()
+    assert torch.equal(p, twin)
+    assert not any("memory" in reason for reason in opt.why_plain().values())
+
+
+@pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("first", [False, True], ids=["at once", "after a step"])
 def test_a_gradient_that_overlaps_its_parameter_is_refused_and_nothing_changes(first, fused):
     """As torch refuses it; the same elements, each read before it is written, are taken."""
@@ -556,6 +570,16 @@ def test_momentum_and_weight_decay_may_be_tensors_of_one_element(at_once, fused)
         assert all(opt.param_groups[0][name] is t for name, t in numbers.items())
     numbers["momentum"].fill_(1.0)
     with pytest.raises(ValueError, match=r"`momentum` must be in \[0, 1\), got 1\.0"):
+        opt.step()
+
+
+def test_a_flag_is_no_number_though_it_equals_one_that_was_taken():
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    opt = WNGrad([p], weight_decay=1.0)
+    opt.step()
+    opt.param_groups[0]["weight_decay"] = True
+    with pytest.raises(TypeError, match="`weight_decay` must be a number, got True"):
         opt.step()
 
 

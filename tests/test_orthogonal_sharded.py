@@ -30,7 +30,7 @@ from wngrad import WNMuon, step_in_backward
 from wngrad.conformance.distributed import on_ranks
 from wngrad.optim.modules import Layout
 from wngrad.optim.orthogonal import orthogonalize
-from wngrad.optim.orthogonal_sharded import orthogonalize_sharded
+from wngrad.optim.orthogonal_sharded import messages, orthogonalize_sharded
 from wngrad.optim.orthogonal_sharded.messages import dealt, packed, unpacked
 from wngrad.optim.orthogonal_sharded.placement import COLUMNS, ROWS, Slice, _MeshCut, _parts
 from wngrad.polynomials import LARGEST, LEAST
@@ -536,6 +536,29 @@ def test_no_rank_is_given_more_than_an_equal_share_and_one_matrix(work, loads):
     for hand, load in zip(hands, loads, strict=True):
         before = load + sum(sorted((work[i] for i in hand), reverse=True)[:-1])
         assert not hand or before <= (sum(work) + sum(loads)) / len(loads)
+
+
+def test_what_is_cut_along_another_dimension_too_is_dealt_out_for_itself():
+    """The ranks there must find the same owners, and may hold other matrices besides."""
+
+    def cut(rows, *others):
+        return Slice(torch.empty(1, rows, 4), rows, 4, (), (*others, "last"))
+
+    shared, besides = [cut(9, "a"), cut(8, "a")], [cut(7, "b", "c"), cut(6, "b", "c"), cut(5)]
+    for more in ([], besides):
+        owned = messages._by_owner([*shared, *more], 3)
+        assert [[i for i in part if i < 2] for part in owned] == [[0], [1], []]
+
+
+def test_the_norm_of_a_whole_matrix_is_that_of_all_its_parts(monkeypatch):
+    parts = [drawn((2, 3, 4), 0), 1e-3 * drawn((2, 5, 4), 1)]
+    pairs = list(map(messages._norms, parts))
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(
+        dist, "all_gather", lambda out, *_, group: list(map(Tensor.copy_, out, pairs))
+    )
+    top, norm = messages._of_wholes(pairs[0], ("ranks",)).unbind(-1)
+    assert torch.allclose(top * norm, torch.linalg.vector_norm(torch.cat(parts, 1), dim=(1, 2)))
 
 
 KINDS = st.sampled_from(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from wngrad import WNAdam, WNGrad
-from wngrad.optim.fused import library, snapshot
+from wngrad.optim.fused import cpu, library, records, snapshot
 from wngrad.optim.fused.snapshot import Snapshots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -296,3 +296,29 @@ def test_without_what_it_needs_there_is_no_walk_in_c(lacking, in_c):
         assert snapshot._walk.__wrapped__() is None
     library.snapshot.cache_clear()
     assert snapshot._walk.__wrapped__() is not None
+
+
+def test_minus_zero_is_zero_in_every_number():
+    """Whichever comes first in a process: else a step without rate would settle later ones."""
+    records.bits.cache_clear()
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    for p in params:
+        p.grad = torch.ones(2)
+    WNGrad(params[:1], momentum=-0.0).step()
+    opt = WNGrad(params[1:], lr=0.0)
+    opt.step()
+    opt.param_groups[0]["lr"] = 1.0
+    opt.step()
+    assert params[1].all()
+
+
+@pytest.mark.skipif(cpu.why_not() is not None, reason="no kernels of the CPU")
+def test_a_gradient_that_comes_to_lie_on_its_parameter_is_seen():
+    p, apart = one(64), torch.ones(64, device=DEVICE)
+    opt = WNGrad([p])
+    for _ in range(2):
+        p.grad = apart
+        opt.step()
+    p.grad = p.detach()
+    opt.step()
+    assert opt.why_plain() == {p: "its gradient lies on its memory"}

@@ -58,6 +58,18 @@ def test_the_model_is_left_bit_for_bit_as_it_was():
     assert model[3].weight.grad is None
 
 
+def test_gradients_are_put_back_after_a_closure_that_clears_them():
+    model = Quadratic(1.0, 3.0)
+    model.x.grad = torch.ones_like(model.x)
+
+    def closure():
+        model.zero_grad()
+        return model()
+
+    lipschitz_b_init(model, closure)
+    assert torch.equal(model.x.grad, torch.ones_like(model.x))
+
+
 def test_the_model_is_put_back_even_if_the_closure_raises():
     model = Quadratic(1.0, 2.0)
     before = model.x.detach().clone()
@@ -127,6 +139,15 @@ def test_low_precision_needs_no_larger_radius():
     nn.init.ones_(model.weight)
     loss = lambda: model.weight.float().square().sum() + model.bias.float().square().sum()  # noqa: E731
     assert lipschitz_b_init(model, loss) == pytest.approx(2.0, rel=0.05)
+
+
+def test_the_least_precise_parameter_sets_the_radius():
+    """A distance that float32 keeps is lost in the rounding of the bfloat16 beside it."""
+    model = nn.Linear(64, 64)
+    nn.init.ones_(model.weight)
+    model.weight.data = model.weight.data.to(torch.bfloat16)
+    loss = lambda: model.weight.float().square().sum()  # noqa: E731
+    assert lipschitz_b_init(model, loss, radius=1e-5) == pytest.approx(2.0, rel=0.05)
 
 
 def test_complex_parameters_count_both_parts():

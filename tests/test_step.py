@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wngrad import WNAdam, WNGrad
 from wngrad.optim.directions import Direction, known_to_kernels
-from wngrad.optim.fused import library, snapshot
+from wngrad.optim.fused import cpu, library, snapshot
 
 
 class Operations(TorchDispatchMode):
@@ -304,3 +304,41 @@ def test_a_b_init_set_as_a_word_before_the_first_step_is_taken(fused, compiling,
         (torch.compile(opt.step, backend="eager") if compiling else opt.step)()
     assert torch.equal(p, q)
     assert "b lies between" in one.diagnose()[0]
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_a_refused_step_leaves_those_that_have_stepped_before_their_state(fused):
+    """Though it has made state for others."""
+    old, new = one(3, 2), one(2)
+    opt = WNGrad([old, new], nonfinite="raise", fused=fused)
+    new.grad = None
+    opt.step()
+    before = {name: value.clone() for name, value in opt.state[old].items()}
+    new.grad = torch.full_like(new, torch.nan)
+    with pytest.raises(ValueError, match="`nonfinite` is 'raise'"):
+        opt.step()
+    assert opt.state.keys() == {old}
+    assert all(torch.equal(opt.state[old][name], value) for name, value in before.items())
+
+
+def test_state_with_the_negative_bit_is_read_as_what_it_is():
+    p, q = one(3, 5), one(3, 5)
+    opt, plain = WNGrad([p], momentum=0.9), WNGrad([q], momentum=0.9, fused=False)
+    opt.step()
+    plain.step()
+    for name in ("b", "velocity"):
+        opt.state[p][name] = torch._neg_view(-opt.state[p][name])
+    opt.step()
+    plain.step()
+    assert torch.allclose(p, q)
+
+
+@pytest.mark.skipif(cpu.why_not() is not None, reason="no kernels of the CPU")
+def test_an_absent_relative_of_another_type_sends_the_others_the_plain_way():
+    there, away = one(3), one(3)
+    opt = WNGrad([there, away], joint=True)
+    opt.step()
+    opt.state[away]["b"], away.grad = opt.state[away]["b"].double() + 5, None
+    opt.step()
+    assert "of another type" in str(opt.why_plain())
+    assert torch.allclose(opt.state[there]["b"], torch.tensor(8 + 1 / 8))  # 3 + 5

@@ -102,6 +102,16 @@ def test_names_are_unique_and_taken_by_every_logger():
     assert all(name.startswith("optim.") for name in rate_metrics(opt, prefix="optim."))
 
 
+def test_a_name_made_unique_does_not_take_another_group_s():
+    names, params = ["head-2", "head", "head"], [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    opt = WNGrad([{"params": [p], "name": n} for p, n in zip(params, names, strict=True)])
+    for p in params:
+        p.grad = torch.ones(2)
+    opt.step()
+    found = {name.split("/")[1] for name in rate_metrics(opt)}
+    assert found == {"head-2", "head", "head-2-2"}
+
+
 def test_a_name_does_not_change_when_a_group_is_added():
     model = network()
     opt = WNGrad(model[0].parameters())

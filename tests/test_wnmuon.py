@@ -193,6 +193,49 @@ def test_rows_of_an_embedding_without_a_gradient_do_not_move():
         assert (table.weight[~still] != before[~still]).all()
 
 
+def test_a_row_of_an_embedding_moves_with_a_gradient_in_a_single_entry():
+    table = nn.Embedding(3, 4)
+    before = table.weight.detach().clone()
+    opt = WNMuon(table)
+    table.weight.grad = torch.zeros(3, 4)
+    table.weight.grad[1, 2] = 1.0
+    opt.step()
+    assert (table.weight != before).any(1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("lrs", [(0.0, 0.3), (0.3, 0.0)], ids=str)
+def test_a_group_without_rate_stands_still_and_the_others_move(lrs):
+    x, g = torch.randn(2, 4, 6), torch.randn(2, 4, 6)
+    ends = []
+    for fused in (None, False):
+        params = [nn.Parameter(value.clone()) for value in x]
+        groups = [{"params": [p], "lr": lr} for p, lr in zip(params, lrs, strict=True)]
+        opt = WNMuon(groups, fused=fused)
+        for _ in range(3):
+            for p, gradient in zip(params, g, strict=True):
+                p.grad = gradient.clone()
+            opt.step()
+        assert [bool((p == value).all()) for p, value in zip(params, x, strict=True)] == [
+            lr == 0 for lr in lrs
+        ]
+        ends.append(torch.stack([p.detach() for p in params]))
+    torch.testing.assert_close(*ends, rtol=0, atol=2e-6)
+
+
+def test_groups_of_other_momenta_are_stepped_by_kernels_as_they_are_plainly():
+    x, g, ends = torch.randn(2, 4, 6), torch.randn(3, 2, 4, 6), []
+    for fused in (None, False):
+        params = [nn.Parameter(value.clone()) for value in x]
+        groups = zip(params, (0.9, 0.5), strict=True)
+        opt = WNMuon([{"params": [p], "momentum": mu} for p, mu in groups], fused=fused)
+        for gradients in g:
+            for p, gradient in zip(params, gradients, strict=True):
+                p.grad = gradient.clone()
+            opt.step()
+        ends.append(torch.stack([p.detach() for p in params]))
+    torch.testing.assert_close(*ends, rtol=0, atol=2e-6)
+
+
 def test_lora_starts_from_zero():
     """B = 0: A has no gradient at first, and moves as soon as it has one."""
     a, b = nn.Linear(6, 2, bias=False), nn.Linear(2, 5, bias=False)

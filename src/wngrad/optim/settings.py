@@ -246,7 +246,7 @@ def read(owner: str, kind: type[Settings], group: Group, memo: Memo | None = Non
     if not isinstance(lr, Tensor) and not (type(lr) is float and -MAX_RATE <= lr <= MAX_RATE):
         checks.rate_now(owner, lr)
     if memo is None:
-        return _checked(owner, kind, tuple([group[name] for name in kind.rows]))
+        return _checked(owner, kind, *[group[name] for name in kind.rows])
     alone = not group["joint"] and not isinstance(group["per"], list)
     fitting = () if alone else tuple(map(id, group["params"]))  # a group may be edited
     values, earlier = kind.values(group), memo.get(id(group))
@@ -260,9 +260,9 @@ def read(owner: str, kind: type[Settings], group: Group, memo: Memo | None = Non
         values = kind.values(group)
     plain_values = tuple(map(checks.item, values))
     try:
-        settings: Settings = _cached(owner, kind, plain_values)
+        settings: Settings = _cached(owner, kind, *plain_values)
     except TypeError:  # perhaps a tuple of something that cannot be a key
-        settings = _checked(owner, kind, plain_values)
+        settings = _checked(owner, kind, *plain_values)
     fit(owner, group)
     if not any(isinstance(value, Tensor) for value in values):  # which may change in place
         if len(memo) >= _MEMORIZED:  # of groups that may be gone
@@ -284,11 +284,12 @@ def fit(owner: str, group: Group) -> None:
         sharded.check_joint(owner, params, shapes)
 
 
-def _checked(owner: str, kind: type[Settings], values: tuple[Any, ...]) -> Settings:
+def _checked(owner: str, kind: type[Settings], *values: Any) -> Settings:
     pairs = zip(kind.rows.items(), values, strict=True)
     return kind(**{name: row.check(owner, name, value) for (name, row), value in pairs})
 
 
+# Typed, since True equals 1.0: of its arguments, but not of what a tuple holds.
 _cached: Any = lru_cache(maxsize=1024, typed=True)(_checked)
 
 

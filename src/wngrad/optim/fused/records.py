@@ -119,8 +119,8 @@ _DOUBLE, _WORD = struct.Struct("<d").pack, struct.Struct("<q").unpack
 
 @lru_cache(maxsize=4096)
 def bits(x: float) -> int:
-    """A float64 as a word."""
-    word: int = _WORD(_DOUBLE(x))[0]
+    """A float64 as a word; −0, which the cache takes for 0, is one with it."""
+    word: int = _WORD(_DOUBLE(x + 0.0))[0]
     return word
 
 
