@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from conftest import backward, network, same, train, twins
-from wngrad import WNAdam, WNGrad
+from wngrad import WNAdam, WNGrad, WNMuon
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -39,7 +39,7 @@ def test_one_dimensional_parameters_held_at_b1_are_exactly_sgd():
     assert (ours.state[p]["b"] == 1).all()
 
 
-@pytest.mark.parametrize("make", [WNGrad, WNAdam])
+@pytest.mark.parametrize("make", [WNGrad, WNAdam, WNMuon])
 @pytest.mark.parametrize("schedule", ["float", "tensor"])
 def test_a_compiled_step_follows_a_schedule_without_recompiling(make, schedule):
     """100 steps; all is compiled within the first three, and equals the eager step."""

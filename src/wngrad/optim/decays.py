@@ -42,3 +42,7 @@ class ByRate(Decay):
 
     def kept(self, batch: Batch) -> float | Tensor | list[Tensor]:
         return [rule.decay(1.0, rate, batch.settings.weight_decay) for rate in batch.rates]
+
+
+# One object for each: a compiler does not make them anew.
+BY_LR, BY_RATE = ByLr(), ByRate()

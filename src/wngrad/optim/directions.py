@@ -25,7 +25,7 @@ from torch import Tensor
 from wngrad import rule
 from wngrad.muon_numbers import BETA2
 from wngrad.optim import blocks, lists
-from wngrad.optim.decays import ByLr, ByRate, Decay
+from wngrad.optim.decays import BY_LR, Decay
 from wngrad.optim.modules import Layout
 from wngrad.optim.orthogonal import orthogonalize_all
 
@@ -46,7 +46,7 @@ class Direction:
     touches_all: ClassVar[bool] = False  # moves entries without a gradient, so no sparse ones
     orthogonalizes: ClassVar[bool] = False  # an `Orthogonalized`: u of a shard asks other ranks
     rate_in_rule: ClassVar[bool] = True  # b ← b + λ²‖u‖²/b; else b ← b + ‖u‖²/b
-    decay: ClassVar[Decay | None] = ByLr()  # decoupled; None for none
+    decay: ClassVar[Decay | None] = BY_LR  # decoupled; None for none
 
     def propose(self, batch: Batch) -> list[Tensor]:
         """u, which the rule measures; new buffers go to `batch.new`. Must not write."""
@@ -138,13 +138,13 @@ class Orthogonalized(Direction):
 
     Args:
         layout: how the parameter is a stack of matrices.
-        decay: what pulls x back.
+        decay: what pulls x back; None for nothing.
         rows_apart: whether it is an embedding.
     """
 
     mu: float
     layout: Layout
-    decay: Decay | None = field(default=ByRate(), kw_only=True)  # type: ignore[misc]
+    decay: Decay | None = field(default=None, kw_only=True)  # type: ignore[misc]
     rows_apart: bool = False
     buffers: ClassVar[tuple[str, ...]] = ("m",)
     touches_all: ClassVar[bool] = True

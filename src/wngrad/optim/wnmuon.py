@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from wngrad.muon_numbers import VECTOR_SCALE
 from wngrad.optim import checks
+from wngrad.optim.decays import BY_RATE
 from wngrad.optim.directions import Adam, Direction, Orthogonalized, known_to_kernels
 from wngrad.optim.modules import Layout, Role, by_shape, matrix_groups
 from wngrad.optim.optimizer import BlockOptimizer
@@ -141,5 +142,5 @@ class WNMuon(BlockOptimizer):
         if layout is None:
             return Adam(VECTOR_SCALE, mu)
         if group["role"] == "embedding":
-            return Orthogonalized(mu, layout, decay=None, rows_apart=True)
-        return Orthogonalized(mu, layout)
+            return Orthogonalized(mu, layout, rows_apart=True)
+        return Orthogonalized(mu, layout, decay=BY_RATE)
