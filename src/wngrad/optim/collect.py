@@ -84,7 +84,7 @@ def collect(
             if p.grad is not None:
                 direction = opt.direction(group, p)
                 shapes, kept = state.wanted(group, i, direction), opt.state.get(p, {})
-                facts = direction, shapes, checked.hold_1d and p.dim() == 1, scale, traced
+                facts = direction, shapes, state.holds(group, p), scale, traced
                 untraceable = not shapes.keys() <= kept.keys() or p.grad.is_sparse
                 is_shard = hasattr(p, "to_local")
                 step = Step(p, number, checked, lam, *facts, untraceable, is_shard)

@@ -1,8 +1,8 @@
 """The fused step on a CPU: the launches of `cpu.c`.
 
 Tried on two cores with 38 M float32 parameters, in milliseconds a step, where torch's SGD takes 6
-to 10, as the machine's other users let it: torch's own operations, rows in cache-sized pieces
-(`wngrad.optim.step`), 30 to 40; the same rule through `torch.compile` 12 to 14, compiled anew for
+to 10, as the machine's other users let it: torch's own operations, rows in cache-sized pieces,
+30 to 40; the same rule through `torch.compile` 12 to 14, compiled anew for
 each shape; this 7 to 10. No faster: asking for a row's parameters while its gradient is summed, or
 for the next gradient while the row moves; summing the next row on the way; eight rows at a time
 (slower).
